@@ -1,0 +1,10 @@
+"""Build of the distribution ``sglang-ext``: top-level folders become ``sglang_ext.<folder>``."""
+
+from setuptools import setup
+
+SUBPACKAGES = ["radix", "tiering", "tenancy", "patches"]
+
+setup(
+    packages=["sglang_ext", *(f"sglang_ext.{name}" for name in SUBPACKAGES)],
+    package_dir={f"sglang_ext.{name}": name for name in SUBPACKAGES},
+)

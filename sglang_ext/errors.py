@@ -1,0 +1,41 @@
+"""Errors that a person reads. Each says what was wrong, where, and what to do.
+
+SglangExtError                 catch this one
+├── PolicyError                the policy file: path, value, what was expected
+├── UnsupportedError           a version, mode or feature that this release refuses
+├── HookError                  a hook on SGLang that did not apply; the server must not start
+└── DemoModelError             the demo model could not be fetched or converted
+
+Results in the data path are values, never exceptions: a lost page means recompute.
+"""
+
+__all__ = ["DemoModelError", "HookError", "PolicyError", "SglangExtError", "UnsupportedError"]
+
+
+class SglangExtError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class PolicyError(SglangExtError):
+    """A field of the policy file is wrong.
+
+    ``path`` is dotted (``tenants.acme.quota.hbm``; empty for the file itself), ``problem`` says what
+    the value was and what was expected.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+        self.problem = problem
+
+
+class UnsupportedError(SglangExtError):
+    """A version, mode or feature that this release refuses, with the reason."""
+
+
+class HookError(SglangExtError):
+    """A hook on SGLang did not apply, so isolation cannot be promised."""
+
+
+class DemoModelError(SglangExtError):
+    """The demo model could not be fetched, checked or converted."""

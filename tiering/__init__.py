@@ -1,0 +1,1 @@
+"""Where the bytes of a page live and when they move between tiers."""
