@@ -19,8 +19,8 @@ class SglangExtError(Exception):
 class PolicyError(SglangExtError):
     """A field of the policy file is wrong.
 
-    ``path`` is dotted (``tenants.acme.quota.hbm``; empty for the file itself), ``problem`` says what
-    the value was and what was expected.
+    ``path`` is dotted (``tenants.acme.quota.hbm``; empty for the file itself), ``problem`` says
+    what the value was and what was expected.
     """
 
     def __init__(self, path: str, problem: str) -> None:
