@@ -1,3 +1,8 @@
+"""How owner, client key and LoRA share one string, so that no two combinations collide.
+
+SGLang partitions its tree and its lower tiers by ``extra_key`` and appends the LoRA id to it
+without a separator. We write ``<length>:<owner><length>:<client key>`` into ``extra_key``: both
+lengths are known, so whatever follows the second field is the LoRA id. The client's ``cache_salt``
 stays in SGLang's own field beside it.
 """
 
