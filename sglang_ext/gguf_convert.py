@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import safetensors.torch
 import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sglang_ext.errors import DemoModelError
@@ -37,6 +38,9 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# transformers takes every GGUF tokenizer of type gpt2 for GPT-2's own. SmolLM first splits off each
+# digit, so that two spaces before a number are one token.
+_SMOLLM_SPLIT = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
 _LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.weight")
 
 
@@ -52,6 +56,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(config))
     _write_weights(reader, config, folder / "model.safetensors")
+    _require(reader, "tokenizer.ggml.pre", "smollm")
     _write_tokenizer(gguf_file, config, folder)
 
 
@@ -78,10 +83,14 @@ def _field(reader: gguf.GGUFReader, key: str) -> Any:
     return field.contents()
 
 
+def _require(reader: gguf.GGUFReader, key: str, expected: str) -> None:
+    found = _field(reader, key)
+    if found != expected:
+        raise DemoModelError(f"The GGUF file has {key} = {found!r}, expected {expected!r}.")
+
+
 def _model_config(reader: gguf.GGUFReader) -> dict[str, Any]:
-    architecture = _field(reader, "general.architecture")
-    if architecture != "llama":
-        raise DemoModelError(f"The GGUF file holds a {architecture!r} model, expected 'llama'.")
+    _require(reader, "general.architecture", "llama")
     heads = _field(reader, "llama.attention.head_count")
     hidden = _field(reader, "llama.embedding_length")
     return {
@@ -145,14 +154,14 @@ def _write_tokenizer(gguf_file: Path, config: dict[str, Any], folder: Path) -> N
     tokenizer = AutoTokenizer.from_pretrained(
         gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True
     )
-    (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = _SMOLLM_SPLIT
+    (folder / "tokenizer.json").write_text(backend.to_str(), "utf-8")
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(tokenizer, config))
     (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
 
 
-def _tokenizer_config(
-    tokenizer: PreTrainedTokenizerFast, config: dict[str, Any]
-) -> dict[str, Any]:
+def _tokenizer_config(tokenizer: PreTrainedTokenizerFast, config: dict[str, Any]) -> dict[str, Any]:
     return {
         # The one name of the class that every version of transformers can load.
         "tokenizer_class": "PreTrainedTokenizerFast",
