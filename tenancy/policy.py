@@ -1,0 +1,239 @@
+"""The policy as plain values: what the policy file says, checked, with the defaults merged in.
+
+Nothing here reads a file; `sglang_ext.tenancy.loader` builds these from YAML.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+
+from sglang_ext.tenancy.units import Size, SizeUnit
+from sglang_ext.types import Owner, TenantId
+
+__all__ = [
+    "CpuTier",
+    "EnginePolicy",
+    "HbmTier",
+    "Isolation",
+    "KvCacheDtype",
+    "MetricsPolicy",
+    "NvmeTier",
+    "Policy",
+    "PublicPrefix",
+    "Quota",
+    "RemoteBackend",
+    "RemoteTier",
+    "Sla",
+    "TenantPolicy",
+    "TierSizes",
+    "TiersPolicy",
+    "Ttl",
+    "TtlMode",
+    "TtlSince",
+]
+
+
+class Sla(StrEnum):
+    """Whose pages go last and whose requests go first when there is not enough for all."""
+
+    PREMIUM = "premium"
+    STANDARD = "standard"
+    BASIC = "basic"
+
+
+class Isolation(StrEnum):
+    """How far a tenant is kept apart, from the least to the most."""
+
+    SHARED = "shared"
+    """Shares prefixes with the other members of its group."""
+    PRIVATE = "private"
+    """Its own subtree in every tier; only public prefixes are shared."""
+    SEALED = "sealed"
+    """Private, without public prefixes; pages zeroed when freed, lower tiers encrypted."""
+    DEDICATED = "dedicated"
+    """Sealed, and served by an engine process of its own on its own GPUs."""
+
+
+class KvCacheDtype(StrEnum):
+    """Type of the numbers in a KV page."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP8_E5M2 = "fp8_e5m2"
+    FP8_E4M3 = "fp8_e4m3"
+
+
+class TtlMode(StrEnum):
+    """What happens to the upper copy of a page at its TTL."""
+
+    LAZY = "lazy"
+    """It becomes the first victim and is freed when someone needs the room."""
+    STRICT = "strict"
+    """It is freed at once."""
+
+
+class TtlSince(StrEnum):
+    """The moment from which a TTL counts."""
+
+    LAST_USE = "last_use"
+    CREATED = "created"
+
+
+class RemoteBackend(StrEnum):
+    """The store behind the remote tier."""
+
+    MOONCAKE = "mooncake"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePolicy:
+    """Defaults for the launch flags of an engine; a flag on the command line wins."""
+
+    page_size: int = 16
+    """Tokens a page."""
+    kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
+    kv_scales: Path | None = None
+    """A safetensors file with the FP8 scales of each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HbmTier:
+    """The GPU's memory."""
+
+    watermark: Size = Size(SizeUnit.FRACTION, Fraction(5, 100))
+    """Kept free ahead of need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuTier:
+    """The host's memory."""
+
+    size: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmeTier:
+    """A folder on a local disk. ``size`` is a hard cap."""
+
+    size: Size
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteTier:
+    """A store that other machines share."""
+
+    backend: RemoteBackend
+    master: str
+    metadata: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersPolicy:
+    """The tiers of this machine. None: the tier is not used."""
+
+    hbm: HbmTier = HbmTier()
+    cpu: CpuTier | None = None
+    nvme: NvmeTier | None = None
+    remote: RemoteTier | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicPrefix:
+    """A system prompt that every tenant may share."""
+
+    name: str
+    system: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsPolicy:
+    """What ``/metrics`` shows."""
+
+    tenants: int = 50
+    """So many tenants, the largest, have a series of their own; the rest are ``other``."""
+    public: bool = False
+    """Whether ``/metrics`` answers without the admin key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSizes:
+    """A size for each tier. None: not set."""
+
+    hbm: Size | None = None
+    cpu: Size | None = None
+    nvme: Size | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota(TierSizes):
+    """A tenant's ceiling in each tier. None: the whole tier."""
+
+    hard: bool = False
+    """True: not even idle room above the quota may be borrowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ttl:
+    """Seconds after which a page leaves a tier."""
+
+    hbm: float = 30.0
+    cpu: float = 600.0
+    nvme: float = 604800.0
+    mode: TtlMode = TtlMode.LAZY
+    since: TtlSince = TtlSince.LAST_USE
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantPolicy:
+    """All that holds for one tenant, with the file's defaults already merged in."""
+
+    name: TenantId
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Digests (``sha256:<hex>``), never the keys themselves."""
+    isolation: Isolation = Isolation.PRIVATE
+    group: str | None = None
+    """The sharing group; set exactly when ``isolation`` is shared."""
+    sla: Sla = Sla.STANDARD
+    weight: float = 1.0
+    """Its fair share against the weights of the others."""
+    quota: Quota = Quota()
+    reserve: TierSizes = TierSizes()
+    """Its floor in each tier, never taken by others."""
+    ttl: Ttl = Ttl()
+    max_queued: int = 256
+    """Requests that may wait at once."""
+    encrypt: bool = False
+    """Whether its pages are encrypted in the lower tiers."""
+    gpus: tuple[int, ...] = ()
+    """The GPUs of its own engine; set exactly when ``isolation`` is dedicated."""
+    engine: EnginePolicy = EnginePolicy()
+    """The engine that serves it: the common one unless ``isolation`` is dedicated."""
+
+    @property
+    def owner(self) -> Owner:
+        """Who owns the pages that this tenant computes: the tenant, or its sharing group."""
+        if self.isolation is Isolation.SHARED:
+            return Owner(f"g:{self.group}")
+        return Owner(f"t:{self.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The whole policy file.
+
+    Do not pickle it (``tenants`` is a read-only view): each process loads the file by itself.
+    """
+
+    tenants: Mapping[TenantId, TenantPolicy]
+    """By name, read-only. Always holds the built-in tenant ``system``, which has no keys."""
+    engine: EnginePolicy = EnginePolicy()
+    tiers: TiersPolicy = TiersPolicy()
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Digests of the keys that may use the admin routes."""
+    public_prefixes: tuple[PublicPrefix, ...] = ()
+    unknown_key: TenantId | None = None
+    """The tenant of a key that is not in the file; None: such a request is refused."""
+    metrics: MetricsPolicy = MetricsPolicy()
