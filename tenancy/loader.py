@@ -1,0 +1,83 @@
+"""From the policy file to a `Policy`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglang_ext.errors import PolicyError
+from sglang_ext.tenancy.checks import check_policy
+from sglang_ext.tenancy.policy import (
+    EnginePolicy,
+    Isolation,
+    Policy,
+    TenantPolicy,
+    TierSizes,
+)
+from sglang_ext.tenancy.schema import POLICY_FILE
+from sglang_ext.tenancy.supported import refuse_unsupported
+from sglang_ext.tenancy.yaml_text import read_yaml
+from sglang_ext.types import SYSTEM_TENANT, TenantId
+
+__all__ = ["load_policy", "parse_policy"]
+
+_MAX_FILE_BYTES = 4 * 2**20
+_REJECT = "reject"
+
+
+def load_policy(path: Path) -> Policy:
+    """Read and check a policy file. Raises PolicyError, also when the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise PolicyError("", f"cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise PolicyError("", f"too large, expected at most {_MAX_FILE_BYTES} bytes")
+    try:
+        return parse_policy(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise PolicyError("", f"not UTF-8 text (byte {error.start})") from None
+
+
+def parse_policy(text: str, *, check_supported: bool = True) -> Policy:
+    """Read and check a policy. Raises PolicyError at the first thing that is wrong.
+
+    ``check_supported=False`` also accepts the fields whose feature is not built yet.
+    """
+    data = read_yaml(text)
+    if data is None:
+        raise PolicyError("", "the file is empty, expected at least: version: 1")
+    if check_supported:
+        refuse_unsupported(data)
+    policy = _policy(POLICY_FILE(data, ""))
+    check_policy(policy)
+    return policy
+
+
+def _policy(given: Mapping[str, Any]) -> Policy:
+    engine = replace(EnginePolicy(), **given.get("engine", {}))
+    base = _merged(TenantPolicy(name=SYSTEM_TENANT, engine=engine), given.get("defaults", {}))
+    # The built-in tenant is in no group, has no GPUs and needs no floor, whatever the defaults say.
+    system = replace(base, isolation=Isolation.PRIVATE, reserve=TierSizes())
+    tenants = {SYSTEM_TENANT: system}
+    for name, own in given.get("tenants", {}).items():
+        tenants[TenantId(name)] = _merged(replace(base, name=TenantId(name)), own)
+    unknown_key = given.get("unknown_key", _REJECT)
+    as_they_are = ("tiers", "admin_keys", "public_prefixes", "metrics")
+    return Policy(
+        tenants=MappingProxyType(tenants),
+        engine=engine,
+        unknown_key=None if unknown_key == _REJECT else TenantId(unknown_key),
+        **{field: given[field] for field in as_they_are if field in given},
+    )
+
+
+def _merged(base: TenantPolicy, own: Mapping[str, Any]) -> TenantPolicy:
+    """``own`` fields over those of ``base``; sections (quota, ttl) are merged field by field."""
+    fields = {
+        name: replace(getattr(base, name), **value) if isinstance(value, dict) else value
+        for name, value in own.items()
+    }
+    return replace(base, **fields)

@@ -1,0 +1,127 @@
+"""Every field of the policy file with the reader of its value; `docs/policy.md` says it in prose.
+
+Sections that are merged over others (`defaults`, a tenant, its quota) stay dicts of the fields that
+are set; the others become the values of `sglang_ext.tenancy.policy`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.tenancy.fields import (
+    ListOf,
+    MapOf,
+    Reader,
+    Section,
+    byte_size,
+    choice,
+    duration,
+    flag,
+    key_digests,
+    name,
+    number,
+    size,
+    text,
+    top,
+    whole,
+    wrong,
+)
+from sglang_ext.tenancy.policy import (
+    CpuTier,
+    HbmTier,
+    Isolation,
+    KvCacheDtype,
+    MetricsPolicy,
+    NvmeTier,
+    PublicPrefix,
+    RemoteBackend,
+    RemoteTier,
+    Sla,
+    TiersPolicy,
+    TtlMode,
+    TtlSince,
+)
+
+__all__ = ["POLICY_FILE"]
+
+
+def _version(value: object, path: str) -> int:
+    # `True == 1` in Python, so equality alone would let `version: true` pass.
+    if isinstance(value, bool) or value != 1:
+        raise wrong(path, value, "1")
+    return 1
+
+
+def _path(value: object, path: str) -> Path:
+    return Path(text(value, path))
+
+
+_ENGINE: Section[dict[str, Any]] = Section(
+    dict,
+    {
+        "page_size": whole(1, 1024),
+        "kv_cache_dtype": choice(KvCacheDtype),
+        "kv_scales": _path,
+    },
+)
+
+_TIERS = Section(
+    TiersPolicy,
+    {
+        "hbm": Section(HbmTier, {"watermark": size}),
+        "cpu": Section(CpuTier, {"size": byte_size}, required=("size",)),
+        "nvme": Section(NvmeTier, {"size": byte_size, "path": _path}, required=("size", "path")),
+        "remote": Section(
+            RemoteTier,
+            {"backend": choice(RemoteBackend), "master": text, "metadata": text},
+            required=("backend", "master", "metadata"),
+        ),
+    },
+)
+
+_TIER_SIZES = {"hbm": size, "cpu": size, "nvme": size}
+
+_DEFAULTS: dict[str, Reader[Any]] = {
+    "isolation": choice(Isolation),
+    "sla": choice(Sla),
+    "weight": number(0.001, 1000),
+    "quota": Section(dict, {**_TIER_SIZES, "hard": flag}),
+    "reserve": Section(dict, _TIER_SIZES),
+    "ttl": Section(
+        dict,
+        {
+            "hbm": duration,
+            "cpu": duration,
+            "nvme": duration,
+            "mode": choice(TtlMode),
+            "since": choice(TtlSince),
+        },
+    ),
+    "max_queued": whole(1, 1_000_000),
+    "encrypt": flag,
+}
+
+_TENANT: dict[str, Reader[Any]] = {
+    **_DEFAULTS,
+    "api_keys": key_digests,
+    "group": name,
+    "gpus": ListOf(whole(0, 1023)),
+    "engine": _ENGINE,
+}
+
+POLICY_FILE: Section[dict[str, Any]] = Section(
+    dict,
+    {
+        "version": _version,
+        "engine": _ENGINE,
+        "tiers": _TIERS,
+        "admin_keys": key_digests,
+        "public_prefixes": ListOf(
+            Section(PublicPrefix, {"name": name, "system": text}, required=("name", "system"))
+        ),
+        "unknown_key": text,
+        "metrics": Section(MetricsPolicy, {"tenants": top, "public": flag}),
+        "defaults": Section(dict, _DEFAULTS),
+        "tenants": MapOf(Section(dict, _TENANT)),
+    },
+    required=("version",),
+)

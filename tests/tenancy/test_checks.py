@@ -1,0 +1,143 @@
+"""Rules between fields."""
+
+import pytest
+
+from sglang_ext.errors import PolicyError
+from sglang_ext.tenancy.loader import parse_policy
+from sglang_ext.tenancy.policy import Policy
+
+DIGEST_A = "sha256:" + "a" * 64
+DIGEST_B = "sha256:" + "b" * 64
+DISK = "tiers: {cpu: {size: 100GB}, nvme: {size: 1TB, path: /kv}}\n"
+
+
+def parse(body: str) -> Policy:
+    return parse_policy(f"version: 1\n{body}", check_supported=False)
+
+
+def message(body: str) -> str:
+    with pytest.raises(PolicyError) as caught:
+        parse(body)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "expected"),
+    [
+        ("isolation: shared", "group: missing, isolation shared needs the name of a group"),
+        ("group: g", "group: set, but isolation is private; expected isolation shared with it"),
+        ("isolation: dedicated", "gpus: missing, isolation dedicated needs GPUs of its own"),
+        ("isolation: dedicated, gpus: []", "gpus: missing, isolation dedicated needs GPUs"),
+        ("isolation: sealed, gpus: [0]", "gpus: set, but isolation is sealed; expected isolation"),
+        ("engine: {page_size: 32}", "engine: set, but isolation is private; expected isolation"),
+    ],
+)
+def test_field_that_needs_another_isolation(tenant: str, expected: str) -> None:
+    assert message(f"tenants: {{acme: {{{tenant}}}}}").startswith(f"tenants.acme.{expected}")
+
+
+def test_shared_as_the_default_needs_a_group_of_every_tenant() -> None:
+    defaults = "defaults: {isolation: shared}\n"
+    assert message(defaults + "tenants: {acme: {}}").startswith("tenants.acme.group: missing")
+    policy = parse(defaults + "tenants: {acme: {isolation: private}, hr: {group: g}}")
+    assert [tenant.owner for tenant in policy.tenants.values()] == ["t:system", "t:acme", "g:g"]
+
+
+def test_two_tenants_with_one_key() -> None:
+    acme, globex = (f"{name}: {{api_keys: ['{DIGEST_A}']}}" for name in ("acme", "globex"))
+    text = message(f"tenants: {{{acme}, {globex}}}")
+    assert text == (
+        "tenants.globex.api_keys[0]: the same key as tenants.acme.api_keys[0], expected another"
+    )
+
+
+def test_tenant_with_an_admin_key() -> None:
+    text = message(
+        f"admin_keys: ['{DIGEST_B}', '{DIGEST_A}']\ntenants: {{acme: {{api_keys: ['{DIGEST_A}']}}}}"
+    )
+    assert text == "tenants.acme.api_keys[0]: the same key as admin_keys[1], expected another"
+
+
+def test_one_key_twice() -> None:
+    assert message(f"admin_keys: ['{DIGEST_A}', '{DIGEST_A}']").startswith(
+        "admin_keys[1]: the same"
+    )
+
+
+def test_two_tenants_with_one_gpu() -> None:
+    a, b = (f"{name}: {{isolation: dedicated, gpus: [{gpus}]}}" for name, gpus in ("a0", "b0"))
+    assert message(f"tenants: {{{a}, {b}}}").startswith("tenants.b.gpus[0]: the same GPU as")
+
+
+def test_two_prefixes_with_one_name() -> None:
+    text = message("public_prefixes: [{name: a, system: x}, {name: a, system: y}]")
+    assert text.startswith("public_prefixes[1].name: the same name as public_prefixes[0].name")
+
+
+def test_unknown_key_belongs_to_a_tenant_of_the_file() -> None:
+    assert parse("unknown_key: free\ntenants: {free: {}}").unknown_key == "free"
+    assert parse("unknown_key: reject").unknown_key is None
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("fre", "'fre'"), ("system", "'system'")],
+)
+def test_unknown_key_refused(value: str, found: str) -> None:
+    text = message(f"unknown_key: {value}\ntenants: {{free: {{}}}}")
+    assert text.startswith(f"unknown_key: found {found}, expected reject or a tenant of this file")
+
+
+def test_unknown_key_names_the_nearest_tenant() -> None:
+    assert message("unknown_key: fre\ntenants: {free: {}}").endswith("(did you mean free?)")
+
+
+@pytest.mark.parametrize(
+    ("quota", "reserve", "found"),
+    [
+        (
+            "hbm: 20%",
+            "hbm: 30%",
+            "hbm: found '30%', expected at most the tenant's own quota of 20%",
+        ),
+        ("cpu: 1GB", "cpu: 2GB", "cpu: found '2GB', expected at most"),
+        ("nvme: 1ktok", "nvme: 2ktok", "nvme: found '2ktok', expected at most"),
+        ("cpu: 10%", "cpu: 20GB", "cpu: found '20GB', expected at most"),
+        ("nvme: 100GB", "nvme: 20%", "nvme: found '20%', expected at most"),
+    ],
+)
+def test_reserve_above_the_own_quota(quota: str, reserve: str, found: str) -> None:
+    text = message(DISK + f"tenants: {{acme: {{quota: {{{quota}}}, reserve: {{{reserve}}}}}}}")
+    assert text.startswith(f"tenants.acme.reserve.{found}")
+
+
+@pytest.mark.parametrize(
+    ("quota", "reserve"),
+    [
+        ("hbm: 20%", "hbm: 20%"),
+        ("hbm: 1GB", "hbm: 50%"),
+        ("cpu: 10%", "cpu: 10GB"),
+        ("cpu: 1ktok", "cpu: 50%"),
+        ("hbm: 10%", "cpu: 50%"),
+    ],
+)
+def test_reserve_that_may_fit(quota: str, reserve: str) -> None:
+    assert parse(DISK + f"tenants: {{acme: {{quota: {{{quota}}}, reserve: {{{reserve}}}}}}}")
+
+
+def test_reserve_above_the_default_quota() -> None:
+    text = message("defaults: {quota: {hbm: 10%}}\ntenants: {acme: {reserve: {hbm: 20%}}}")
+    assert text.startswith("tenants.acme.reserve.hbm: found '20%'")
+
+
+def test_reserves_of_all_tenants_fit_the_tier() -> None:
+    ten = ", ".join(f"t{n}: {{reserve: {{hbm: 10%}}}}" for n in range(10))
+    assert parse(f"tenants: {{{ten}}}")
+    assert message(f"tenants: {{{ten}, more: {{reserve: {{hbm: 0.5%}}}}}}") == (
+        "tenants: reserve.hbm of all tenants sums to 100.5%, expected at most 100%"
+    )
+
+
+def test_reserves_in_bytes_count_where_the_file_says_how_large_the_tier_is() -> None:
+    text = message(DISK + "tenants: {a: {reserve: {cpu: 60GB}}, b: {reserve: {cpu: 50%}}}")
+    assert text.startswith("tenants: reserve.cpu of all tenants sums to 110%")
