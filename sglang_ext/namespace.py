@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId
 
-__all__ = ["SYSTEM_OWNER", "Namespace", "frame", "parse", "tenant_owner"]
+__all__ = ["SYSTEM_OWNER", "Namespace", "frame", "is_framed", "parse", "tenant_owner"]
 
 
 class Namespace(NamedTuple):
@@ -40,12 +40,19 @@ def parse(extra_key: str | None) -> Namespace:
     Only requests that no hook saw (SGLang's own warm-up) carry a foreign key, and they must never
     fall into a customer's namespace.
     """
-    owner, rest = _field(extra_key or "")
-    if owner is None:
-        return Namespace(SYSTEM_OWNER, extra_key or "")
+    return _parse(extra_key or "") or Namespace(SYSTEM_OWNER, extra_key or "")
+
+
+def is_framed(extra_key: str | None) -> bool:
+    """Tell whether ``frame`` made this key, a LoRA id behind it or not."""
+    return _parse(extra_key or "") is not None
+
+
+def _parse(extra_key: str) -> Namespace | None:
+    owner, rest = _field(extra_key)
     client_key, lora = _field(rest)
-    if client_key is None:
-        return Namespace(SYSTEM_OWNER, extra_key or "")
+    if owner is None or client_key is None:
+        return None
     return Namespace(Owner(owner), client_key, lora)
 
 

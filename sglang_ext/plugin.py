@@ -1,4 +1,27 @@
-"""placeholder"""
+"""SGLang's plugin entry point, run first in every process of the server."""
+
+from sglang_ext import active
+
+__all__ = ["register"]
 
 
-def register() -> None: ...
+def register() -> None:
+    """Install hooks and cache backend where a tenant policy is in force; else change nothing.
+
+    An exception here is logged and swallowed by SGLang. The launcher and the cache factory
+    therefore check again that every hook applied (``patches.hooks.verify``).
+    """
+    if not active.has_policy():
+        return
+    from sglang_ext.cache_backend import register_backend
+    from sglang_ext.patches import hooks
+    from sglang_ext.patches.scheduler import namespace_hooks
+    from sglang_ext.patches.shutdown import shutdown_hooks
+    from sglang_ext.patches.tokenizer_manager import identity_hooks
+    from sglang_ext.patches.versions import check_version
+
+    check_version()
+    hooks.install(identity_hooks(active.request_metrics()))
+    hooks.install(namespace_hooks(active.policy()))
+    hooks.install(shutdown_hooks())
+    register_backend()

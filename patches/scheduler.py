@@ -1,0 +1,36 @@
+"""Hook on the scheduler: no request enters the queue without a namespace.
+
+SGLang has no cache key in embedding and scoring requests, so that they would all meet in one
+namespace. Their id carries the tenant (``tenancy.identity``), and this is where it takes effect.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.namespace import SYSTEM_OWNER, frame, is_framed
+from sglang_ext.patches.hooks import Hook
+from sglang_ext.tenancy.identity import tenant_of_id
+from sglang_ext.tenancy.policy import Policy
+from sglang_ext.types import Owner
+
+__all__ = ["namespace_hooks"]
+
+_TARGET = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+
+
+def namespace_hooks(policy: Policy) -> list[Hook]:
+    """Return the hook that gives a request without a cache key its tenant's namespace."""
+
+    def add_request_to_queue(
+        original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False
+    ) -> None:
+        if not is_framed(req.extra_key):
+            req.extra_key = frame(_owner(policy, req.rid)) + (req.lora_id or "")
+        original(scheduler, req, is_retracted)
+
+    return [Hook(_TARGET, add_request_to_queue, ("self", "req", "is_retracted"))]
+
+
+def _owner(policy: Policy, rid: str) -> Owner:
+    tenant = policy.tenants.get(tenant_of_id(rid))
+    return SYSTEM_OWNER if tenant is None else tenant.owner

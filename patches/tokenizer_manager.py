@@ -1,0 +1,94 @@
+"""Hooks on SGLang's TokenizerManager, through which every route passes.
+
+They put the identity of the request (set by the authentication middleware) into everything that
+the engine uses to tell requests apart, and take it out of what goes back to the client.
+"""
+
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing
+from typing import Any, Protocol
+
+from sglang_ext.patches.hooks import Hook
+from sglang_ext.tenancy.identity import apply_identity, current_identity, unscope_output
+from sglang_ext.types import TenantId
+
+__all__ = ["RequestObserver", "identity_hooks"]
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_IO = "sglang.srt.managers.io_struct"
+
+
+class RequestObserver(Protocol):
+    """Counts requests; see ``sglang_ext.metrics``."""
+
+    def request(self, tenant: TenantId) -> AbstractContextManager[Callable[[Any], None]]:
+        """Open one request of ``tenant``; the value is called with each output."""
+
+
+def identity_hooks(observer: RequestObserver) -> list[Hook]:
+    """Return the hooks that give every request its tenant."""
+
+    async def generate_request(
+        original: Callable[..., AsyncGenerator[Any, None]],
+        manager: Any,
+        obj: Any,
+        request: Any = None,
+    ) -> AsyncGenerator[Any, None]:
+        identity = current_identity.get()
+        with observer.request(identity.tenant) as observe:
+            apply_identity(obj, identity)
+            async with aclosing(original(manager, obj, request)) as outputs:
+                async for output in outputs:
+                    observe(output)
+                    unscope_output(output, identity)
+                    yield output
+
+    return [
+        Hook(f"{_MANAGER}.generate_request", generate_request, ("self", "obj", "request")),
+        Hook(f"{_MANAGER}.abort_request", _abort_request, ("self", "rid", "abort_all")),
+        Hook(f"{_MANAGER}.open_session", _open_session, ("self", "obj", "request")),
+        Hook(f"{_MANAGER}.close_session", _close_session, ("self", "obj", "request")),
+        Hook(f"{_IO}.GenerateReqInput.regenerate_rid", _regenerate_rid, ("self",)),
+    ]
+
+
+def _abort_request(
+    original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False
+) -> None:
+    """Abort only what the caller owns; the engine calls this with ids that are scoped already.
+
+    The engine aborts by prefix, so an empty id of a client must not become the tenant's prefix.
+    """
+    identity = current_identity.get()
+    if abort_all and identity.id_prefix:
+        raise ValueError("abort_all needs the admin key")
+    if rid and not rid.startswith(identity.id_prefix):
+        rid = identity.scope(rid)
+    original(manager, rid=rid, abort_all=abort_all)
+
+
+async def _open_session(
+    original: Callable[..., Awaitable[str | None]], manager: Any, obj: Any, request: Any = None
+) -> str | None:
+    identity = current_identity.get()
+    obj.session_id = identity.scope(obj.session_id or uuid.uuid4().hex)
+    session_id = await original(manager, obj, request)
+    return None if session_id is None else identity.unscope(session_id)
+
+
+async def _close_session(
+    original: Callable[..., Awaitable[None]], manager: Any, obj: Any, request: Any = None
+) -> None:
+    obj.session_id = current_identity.get().scope(obj.session_id)
+    await original(manager, obj, request)
+
+
+def _regenerate_rid(original: Callable[..., Any], obj: Any) -> Any:
+    """Keep the tenant's prefix on the fresh ids that SGLang gives to parallel samples."""
+    identity = current_identity.get()
+    original(obj)
+    fresh = obj.rid
+    scoped = [identity.scope(rid) for rid in fresh] if isinstance(fresh, list) else None
+    obj.rid = scoped or identity.scope(fresh)
+    return obj.rid

@@ -1,0 +1,68 @@
+"""What must hold before a server with tenants may start."""
+
+import errno
+import os
+import socket
+from typing import Any
+
+from sglang_ext.errors import UnsupportedError
+
+__all__ = ["check_environment", "check_modes", "check_port"]
+
+_FALSE = {"", "0", "false", "no", "off"}
+
+# Field of SGLang's ServerArgs, its flag, the only values that are supported, why.
+_MODES: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+    ("tokenizer_worker_num", "--tokenizer-worker-num", (1,), "its workers bypass tenant identity"),
+    ("grpc_port", "--grpc-port", (None,), "gRPC bypasses tenant identity"),
+    ("smg_grpc_mode", "--smg-grpc-mode", (False,), "gRPC bypasses tenant identity"),
+    ("grpc_mode", "--grpc-mode", (False,), "gRPC bypasses tenant identity"),
+    ("use_ray", "--use-ray", (False,), "Ray's workers bypass tenant identity"),
+    ("encoder_only", "--encoder-only", (False,), "it has no tenant identity"),
+    ("disaggregation_mode", "--disaggregation-mode", ("null",), "it is not supported yet"),
+    ("disable_radix_cache", "--disable-radix-cache", (False,), "tenants live in the radix cache"),
+    ("enable_lmcache", "--enable-lmcache", (False,), "it replaces the tenant cache"),
+    ("enable_flexkv", "--enable-flexkv", (False,), "it replaces the tenant cache"),
+    (
+        "enable_response_store",
+        "--enable-response-store",
+        (False,),
+        "SGLang keeps the stored responses of all tenants in one place",
+    ),
+    ("api_key", "--api-key", (None,), "keys belong into the tenant policy (api_keys)"),
+    ("admin_api_key", "--admin-api-key", (None,), "use admin_keys of the tenant policy"),
+)
+
+
+def check_environment() -> None:
+    """Raise UnsupportedError where an environment variable selects a mode without identity."""
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() not in _FALSE:
+        raise UnsupportedError("SGLANG_RUST_SERVER bypasses tenant identity; unset it")
+
+
+def check_modes(server_args: Any) -> None:
+    """Raise UnsupportedError for a mode that would serve without tenant identity.
+
+    ``server_args`` is a resolved view of SGLang's ServerArgs, so that modes chosen by environment
+    variables are seen as well.
+    """
+    for field, flag, supported, reason in _MODES:
+        if getattr(server_args, field) not in supported:
+            raise UnsupportedError(f"{flag} is refused with tenants: {reason}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise UnsupportedError when nothing can listen on ``host:port``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UnsupportedError(_why_not(host, port, error)) from error
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken; stop what listens there or choose another --port"
+    return f"cannot listen on {host}:{port}: {error.strerror}"

@@ -1,0 +1,82 @@
+"""From our command line and a policy to SGLang's command line. A flag that is given wins."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from sglang_ext.errors import UnsupportedError
+from sglang_ext.tenancy.policy import Policy
+
+__all__ = ["given_flags", "own_arguments", "with_defaults"]
+
+_CPU_DEFAULTS = {"--device": "cpu", "--sampling-backend": "pytorch"}
+_CPU_POOL = {"--max-total-tokens": "32768", "--mem-fraction-static": "0.3"}
+_ALIASES = {"--model": "--model-path"}
+_BACKEND_FLAG = "--radix-cache-backend"
+_BACKEND = "sglang_ext"
+
+
+def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split ``argv`` into our own options and the flags that go to SGLang."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ext.launch_server",
+        description="Start SGLang with a tenant policy. Every flag of SGLang may follow; "
+        "see: python -m sglang.launch_server --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--tenant-policy", type=Path, required=True, metavar="FILE", help="YAML tenant policy"
+    )
+    return parser.parse_known_args(argv)
+
+
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """Return the flags in ``argv`` and in the file of SGLang's ``--config``, without values."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    names = {_ALIASES.get(flag, flag) for flag in flags}
+    return names | _flags_of_config(argv) if "--config" in names else names
+
+
+def with_defaults(
+    argv: Sequence[str], policy: Policy, *, on_cpu: bool, demo_model: Mapping[str, str] | None
+) -> list[str]:
+    """Return SGLang's ``argv`` with what the policy and the machine decide in front.
+
+    ``demo_model`` holds the flags that select the bundled model, or None where one was named.
+    Raises UnsupportedError for a cache backend other than ours.
+    """
+    given = given_flags(argv)
+    if _BACKEND_FLAG in given:
+        raise UnsupportedError(f"{_BACKEND_FLAG} is set by sglang_ext; leave it out")
+    defaults = {_BACKEND_FLAG: _BACKEND, **_engine_flags(policy), **(demo_model or {})}
+    if on_cpu:
+        defaults |= _cpu_flags(given)
+    chosen = {flag: value for flag, value in defaults.items() if flag not in given}
+    pairs = [word for pair in chosen.items() for word in pair]
+    return [*pairs, "--enable-metrics", "--enable-cache-report", *argv]
+
+
+def _engine_flags(policy: Policy) -> dict[str, str]:
+    return {
+        "--page-size": str(policy.engine.page_size),
+        "--kv-cache-dtype": policy.engine.kv_cache_dtype,
+    }
+
+
+def _cpu_flags(given: set[str]) -> dict[str, str]:
+    """Return flags for a machine without accelerator; its memory is shared with everything else."""
+    pool = {} if given & _CPU_POOL.keys() else _CPU_POOL
+    return _CPU_DEFAULTS | pool
+
+
+def _flags_of_config(argv: Sequence[str]) -> set[str]:
+    """Return the flags that SGLang's configuration file sets; SGLang itself reports a bad file."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    path = Path(words[words.index("--config") + 1]) if words[-1] != "--config" else None
+    if path is None or not path.is_file():
+        return set()
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    names = document if isinstance(document, dict) else {}
+    return {"--" + str(name).replace("_", "-") for name in names}

@@ -1,0 +1,146 @@
+"""Start SGLang with a tenant policy: ``python -m sglang_ext.launch_server --tenant-policy FILE``.
+
+Everything that could make the server serve without isolation is checked first, and any doubt is a
+refusal with one line. SGLang's processes import this module again, so the top stays cheap.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_ext import active
+from sglang_ext.errors import SglangExtError
+from sglang_ext.launch_checks import check_environment, check_modes, check_port
+from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
+from sglang_ext.tenancy.keys import new_key
+from sglang_ext.tenancy.policy import Policy
+
+__all__ = ["main"]
+
+# Kernels that a CPU does not have; each process would print these once for every module.
+_QUIET = ("Only CUDA", "Triton is not supported on current platform", "'python -m sglang.launch")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until stopped; return the exit status (2 for a refusal, printed in one line)."""
+    own, flags = own_arguments(argv)
+    warmup_key = new_key()
+    try:
+        server_args = _prepare(own.tenant_policy, flags, warmup_key)
+    except SglangExtError as error:
+        print(f"sglang_ext: {own.tenant_policy}: {error}", file=sys.stderr)
+        return 2
+    return _serve(server_args, warmup_key)
+
+
+def _prepare(policy_path: Path, flags: Sequence[str], warmup_key: str) -> Any:
+    """Return SGLang's resolved arguments, with hooks applied and the middleware in place."""
+    from sglang_ext.patches.cpu_platform import activate
+    from sglang_ext.patches.versions import check_version
+
+    check_version()
+    check_environment()
+    os.environ[active.POLICY_VARIABLE] = str(policy_path.resolve())
+    policy = active.policy()
+    on_cpu = activate() is not None
+    if on_cpu:
+        _quiet_warnings()
+    demo_model = None if "--model-path" in given_flags(flags) else _demo_model()
+    argv = with_defaults(flags, policy, on_cpu=on_cpu, demo_model=demo_model)
+    server_args = _resolve(argv, on_cpu=on_cpu)
+    _add_middleware(policy, warmup_key)
+    return server_args
+
+
+def _demo_model() -> Mapping[str, str]:
+    from sglang_ext.demo_model import DEMO_MODEL_NAME, demo_model_path
+
+    path = demo_model_path()
+    print(f"sglang_ext: no --model-path given, serving {DEMO_MODEL_NAME}", file=sys.stderr)
+    return {"--model-path": str(path), "--served-model-name": DEMO_MODEL_NAME}
+
+
+def _quiet_warnings() -> None:
+    """Silence warnings about kernels that a CPU has not, here and in every child process."""
+    rules = [f"ignore:{text}:UserWarning" for text in _QUIET]
+    given = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join([given, *rules] if given else rules)
+    import warnings
+
+    for text in _QUIET:
+        warnings.filterwarnings("ignore", message=text, category=UserWarning)
+
+
+def _resolve(argv: list[str], *, on_cpu: bool) -> Any:
+    """Let SGLang parse ``argv``, then prove that every request will carry its tenant."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_ext.patches import hooks
+    from sglang_ext.tokenizer_metrics import TenantTokenizerMetrics
+
+    hooks.verify()
+    server_args = prepare_server_args(argv)
+    server_args.stat_loggers = {"tokenizer": TenantTokenizerMetrics}
+    if on_cpu:
+        _bind_threads(server_args.tp_size)
+    server_args.resolve_once()
+    resolved = resolving_view(server_args)
+    check_modes(resolved)
+    check_port(resolved.host, resolved.port)
+    return server_args
+
+
+def _bind_threads(ranks: int) -> None:
+    """Give each tensor-parallel rank its own share of the cores; SGLang asks for one NUMA node
+    a rank unless told otherwise."""
+    if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [cores[rank::ranks] or cores[:1] for rank in range(ranks)]
+        binding = "|".join(",".join(map(str, share)) for share in shares)
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = binding
+
+
+def _add_middleware(policy: Policy, warmup_key: str) -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    from sglang_ext.tenancy.auth import TenantAuth
+
+    app.add_middleware(
+        TenantAuth,
+        policy=policy,
+        warmup_key=warmup_key,
+        on_refused=active.request_metrics().refused,
+    )
+
+
+def _serve(server_args: Any, warmup_key: str) -> int:
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        launch_server(server_args, execute_warmup_func=functools.partial(_warm_up, warmup_key))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _warm_up(warmup_key: str, server_args: Any) -> bool:
+    """Run SGLang's warm-up with a key: it sends whatever ``--api-key`` says."""
+    from sglang.srt.entrypoints.http_server import _execute_server_warmup
+    from sglang.srt.runtime_context import get_serving
+
+    with get_serving().override(api_key=warmup_key):
+        return bool(_execute_server_warmup(server_args))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""Who a request is: set by the server from the API key, never by the client.
+
+Request ids and session ids of a tenant are prefixed with ``<tenant>/`` inside the engine, so that
+one tenant cannot name another's, and so that the scheduler can tell the tenant from the id alone.
+``/`` never stands in a tenant's name. The system tenant's ids stay as SGLang made them, since the
+engine recognises its own health checks by their id.
+"""
+
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.namespace import SYSTEM_OWNER, frame
+from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId
+
+__all__ = [
+    "SYSTEM",
+    "Identity",
+    "apply_identity",
+    "current_identity",
+    "tenant_of_id",
+    "unscope_output",
+]
+
+# What a client may send, but only the operator or SGLang's own components may decide.
+_OPERATOR_FIELDS = (
+    "priority",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "routing_key",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "http_worker_ipc",
+    "kv_hints",
+    "lora_id",
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The tenant a request belongs to and the owner of what it computes."""
+
+    tenant: TenantId
+    owner: Owner
+
+    @property
+    def id_prefix(self) -> str:
+        """What every request and session id of this tenant begins with inside the engine."""
+        return "" if self.tenant == SYSTEM_TENANT else f"{self.tenant}/"
+
+    def scope(self, client_id: str) -> str:
+        """Return the engine's name of an id that the client calls ``client_id``."""
+        return self.id_prefix + client_id
+
+    def unscope(self, engine_id: str) -> str:
+        """Undo ``scope``; an id that is not this tenant's is returned as it is."""
+        return engine_id.removeprefix(self.id_prefix)
+
+
+SYSTEM = Identity(SYSTEM_TENANT, SYSTEM_OWNER)
+"""The identity of warm-up, health checks and the operator's own requests."""
+
+current_identity: ContextVar[Identity] = ContextVar("current_identity", default=SYSTEM)
+"""Set by the authentication middleware; asyncio tasks of the request inherit it."""
+
+
+def tenant_of_id(engine_id: str) -> TenantId:
+    """Return the tenant that an engine id belongs to, in O(length)."""
+    tenant, slash, _ = engine_id.partition("/")
+    return TenantId(tenant) if slash else SYSTEM_TENANT
+
+
+def apply_identity(request: Any, identity: Identity) -> None:
+    """Overwrite, in place, every field of an SGLang request that decides whose it is.
+
+    ``request`` is a GenerateReqInput or EmbeddingReqInput before normalisation, so that a field may
+    still be one value or a list. Raises ValueError, which SGLang answers with 400, when an id or a
+    cache key is not text.
+    """
+    request.rid = _scoped_rid(request.rid, identity)
+    for name in _OPERATOR_FIELDS:
+        if getattr(request, name, None) is not None:
+            setattr(request, name, None)
+    if hasattr(request, "custom_labels"):
+        request.custom_labels = {"tenant": identity.tenant}
+    if hasattr(request, "extra_key"):
+        request.extra_key = _framed(request.extra_key, identity.owner)
+    _scope_session(request, identity)
+
+
+def unscope_output(output: Any, identity: Identity) -> None:
+    """Give a response, or a list of them, the ids that the client knows, in place."""
+    for item in output if isinstance(output, list) else [output]:
+        meta = item.get("meta_info")
+        if meta and "id" in meta:
+            meta["id"] = identity.unscope(meta["id"])
+
+
+def _scoped_rid(rid: Any, identity: Identity) -> Any:
+    if rid is None:
+        return identity.scope(uuid.uuid4().hex)
+    if isinstance(rid, list):
+        return [identity.scope(_text("rid", item)) for item in rid]
+    return identity.scope(_text("rid", rid))
+
+
+def _framed(client_key: Any, owner: Owner) -> Any:
+    if isinstance(client_key, list):
+        return [frame(owner, _text("extra_key", item or "")) for item in client_key]
+    return frame(owner, _text("extra_key", client_key or ""))
+
+
+def _scope_session(request: Any, identity: Identity) -> None:
+    if getattr(request, "session_id", None) is not None:
+        request.session_id = identity.scope(_text("session_id", request.session_id))
+    params = getattr(request, "session_params", None)
+    if isinstance(params, dict):
+        ids = {name: params[name] for name in ("id", "rid") if params.get(name) is not None}
+        scoped = {name: identity.scope(_text(name, value)) for name, value in ids.items()}
+        request.session_params = {**params, **scoped}
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} should be a string, got {type(value).__name__}")
+    return value

@@ -1,0 +1,28 @@
+"""What a refused client reads, in the error format of the route that it called."""
+
+import json
+
+from sglang_ext.tenancy.routes import Dialect
+
+__all__ = ["refusal_body"]
+
+_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error"}
+_OPENAI_CODES = {401: "invalid_api_key", 403: "insufficient_permissions"}
+
+
+def refusal_body(dialect: Dialect, status: int, message: str) -> bytes:
+    """Return the JSON body of a refusal with HTTP ``status`` 401 or 403."""
+    return json.dumps(_document(dialect, status, message)).encode()
+
+
+def _document(dialect: Dialect, status: int, message: str) -> dict[str, object]:
+    if dialect is Dialect.ANTHROPIC:
+        kind = _ANTHROPIC_TYPES[status]
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    if dialect is Dialect.OPENAI:
+        code = _OPENAI_CODES[status]
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        return {"error": error}
+    if dialect is Dialect.OLLAMA:
+        return {"error": message}
+    return {"error": {"message": message, "code": status}}
