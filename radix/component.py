@@ -1,0 +1,72 @@
+"""Full attention's part of the tree with victims from the leaf order instead of a heap per call."""
+
+from typing import Any
+
+from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+
+__all__ = ["TenantFullComponent"]
+
+
+class TenantFullComponent(FullComponent):
+    """Evicts the leaf that the order names, one at a time, and books what a lock protects."""
+
+    tree_core: Any
+    component_type: Any
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted = request_cnt
+        self._offered: Any = None
+        self._refused: list[Any] = []
+
+    def _evict_device_next_node(
+        self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: Any
+    ) -> int | None:
+        leaves = self.tree_core.evictable_device_leaves
+        if self._offered in leaves:
+            # The controller could not take it (no room for its copy below); pass it over this time.
+            leaves.discard(self._offered)
+            self._refused.append(self._offered)
+        self._offered = None
+        if tracker[self.component_type] < self._wanted:
+            self._offered = leaves.oldest()
+        return None if self._offered is None else self._offered.id
+
+    def _evict_device_end(self) -> None:
+        self._offered = None
+        for node in self._refused:
+            self.tree_core._update_evictable_leaf_sets(node)
+        self._refused = []
+
+    def drive_host_eviction(
+        self,
+        num_tokens: int,
+        tracker: Any,
+        device_frees: Any,
+        host_frees: Any,
+        cache_actions: Any,
+    ) -> None:
+        leaves = self.tree_core.evictable_host_leaves
+        while tracker[self.component_type] < num_tokens:
+            leaf = leaves.oldest()
+            if leaf is None:
+                return
+            self.tree_core._evict_host_leaf(
+                leaf, tracker, device_frees, host_frees, cache_actions=cache_actions
+            )
+
+    def acquire_component_lock(self, node: Any, result: Any, lock_host: bool = False) -> Any:
+        result = super().acquire_component_lock(node, result, lock_host)
+        if not lock_host:
+            self._book_newly_locked(node)
+        return result
+
+    def _book_newly_locked(self, node: Any) -> None:
+        """Book the lower end of the path; whoever holds an ancestor holds it with fewer locks."""
+        core, kind = self.tree_core, self.component_type
+        while node is not core.root_node and node.component_data[kind].lock_ref == 1:
+            core.book(node)
+            node = node.parent
+
+    def commit_hicache_transfer(self, node: Any, phase: Any, *args: Any, **kwargs: Any) -> None:
+        super().commit_hicache_transfer(node, phase, *args, **kwargs)
+        self.tree_core.book(node)

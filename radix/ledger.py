@@ -1,0 +1,70 @@
+"""How many tokens each owner holds in each tier, counted as they change and never by a walk."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sglang_ext.types import Owner, Tier
+
+__all__ = ["Ledger", "Usage"]
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one owner in one tier.
+
+    ``evictable`` may be taken, ``protected`` lies under a lock or pin, and ``running`` is held by
+    requests that have not handed it to the tree yet (``kv_allocated_len - cache_protected_len``).
+    """
+
+    evictable: int = 0
+    protected: int = 0
+    running: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Everything that the owner holds in the tier."""
+        return self.evictable + self.protected + self.running
+
+
+class Ledger:
+    """Usage by (owner, tier). Each change costs O(1); owners that hold nothing are forgotten."""
+
+    def __init__(self, bytes_per_token: int = 0) -> None:
+        self.bytes_per_token = bytes_per_token
+        self._rows: dict[tuple[Owner, Tier], Usage] = {}
+
+    def book(self, owner: Owner, tier: Tier, evictable: int, protected: int) -> None:
+        """Add these many tokens, negative when they left, to what the tree holds for ``owner``."""
+        row = self._rows.get((owner, tier))
+        if row is None:
+            row = self._rows[owner, tier] = Usage()
+        row.evictable += evictable
+        row.protected += protected
+        if not row.tokens:
+            del self._rows[owner, tier]
+
+    def set_running(self, tokens: Mapping[Owner, int]) -> None:
+        """Replace what running requests hold in HBM. O(owners that run or ran)."""
+        stopped = [owner for owner, _, usage in self if usage.running and owner not in tokens]
+        for owner, held in [*tokens.items(), *((owner, 0) for owner in stopped)]:
+            self._rows.setdefault((owner, Tier.HBM), Usage()).running = held
+            self.book(owner, Tier.HBM, 0, 0)
+
+    def usage(self, owner: Owner, tier: Tier) -> Usage:
+        """Return what ``owner`` holds in ``tier``; a copy."""
+        row = self._rows.get((owner, tier), Usage())
+        return Usage(row.evictable, row.protected, row.running)
+
+    def bytes(self, owner: Owner, tier: Tier) -> int:
+        """Return the bytes that ``owner`` holds in ``tier``."""
+        return self.usage(owner, tier).tokens * self.bytes_per_token
+
+    def __iter__(self) -> Iterator[tuple[Owner, Tier, Usage]]:
+        for (owner, tier), usage in self._rows.items():
+            yield owner, tier, usage
+
+    def clear(self) -> None:
+        """Forget what the tree held; running requests keep theirs."""
+        running = {owner: usage.running for owner, _, usage in self if usage.running}
+        self._rows.clear()
+        self.set_running(running)

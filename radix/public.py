@@ -1,0 +1,57 @@
+"""Where the text of a request stops being public.
+
+A public prefix is a run of token ids that the policy registers (a system prompt after the chat
+template). A request shares every page of it that it repeats from its first token on, and nothing
+behind it.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+__all__ = ["PublicPrefixes"]
+
+
+class PublicPrefixes:
+    """The registered public prefixes of one cache, fixed for its life.
+
+    ``sequences`` are token ids; those shorter than one page of ``page_size`` tokens can never be
+    shared and are left out. Reading it never changes it.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]], page_size: int) -> None:
+        self.page_size = page_size
+        self._by_head: dict[tuple[int, ...], list[array[int]]] = {}
+        for sequence in sequences:
+            if len(sequence) >= page_size:
+                tokens = array("q", sequence)
+                self._by_head.setdefault(tuple(tokens[:page_size]), []).append(tokens)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_head)
+
+    def boundary(self, token_ids: "array[int]", bigram: bool = False) -> int:
+        """Return how many leading units of ``token_ids`` are public, in whole pages.
+
+        A unit is a token, or with ``bigram`` (EAGLE) a pair of neighbours: a pair is public only
+        when both of its tokens are. Cost: one dictionary lookup unless a prefix begins alike.
+        """
+        alike = self._by_head.get(tuple(token_ids[: self.page_size]))
+        if alike is None:
+            return 0
+        shared = max(_common_length(token_ids, tokens) for tokens in alike)
+        units = shared - 1 if bigram else shared
+        return units // self.page_size * self.page_size
+
+
+def _common_length(left: "array[int]", right: "array[int]") -> int:
+    """Return the length of the common prefix, by slice comparisons in C."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,69 @@
+"""Registers the tenant-aware cache with SGLang as ``--radix-cache-backend sglang_ext``."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.registry import (
+    create_unified_radix_cache,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
+    get_tree_core_factory,
+    register_tree_core_backend,
+)
+
+from sglang_ext.errors import UnsupportedError
+from sglang_ext.prefix_cache import TenantRadixCache
+from sglang_ext.radix.component import TenantFullComponent
+from sglang_ext.radix.public import PublicPrefixes
+from sglang_ext.radix.tree_core import TenantTreeCore
+
+__all__ = ["BACKEND", "create_cache", "register_backend"]
+
+BACKEND = "sglang_ext"
+
+PrefixSource = Callable[[Any], PublicPrefixes]
+"""Makes the public prefixes of a cache from SGLang's TreeCacheBuildContext."""
+
+
+def register_backend(prefixes: PrefixSource | None = None) -> None:
+    """Register cache and tree under BACKEND in this process; again is a no-op.
+
+    ``prefixes`` is called once for each cache that SGLang builds; without it nothing is public.
+    """
+    if get_radix_cache_factory(BACKEND) is None:
+        register_radix_cache_backend(BACKEND, lambda ctx: create_cache(ctx, prefixes))
+    if get_tree_core_factory(BACKEND) is None:
+        register_tree_core_backend(BACKEND, TenantTreeCore)
+
+
+def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixCache:
+    """Build the cache of one scheduler from SGLang's TreeCacheBuildContext.
+
+    Raises UnsupportedError for a mode in which tenants could not be kept apart.
+    """
+    public = prefixes(ctx) if prefixes is not None else PublicPrefixes((), ctx.params.page_size)
+    _refuse_unsupported(ctx.params, public)
+    ctx.params.tree_core_backend = BACKEND
+    ctx.params.component_registry_override = {
+        **(ctx.params.component_registry_override or {}),
+        ComponentType.FULL: TenantFullComponent,
+    }
+    return create_unified_radix_cache(
+        ctx, cache_class=lambda params: TenantRadixCache(params, public)
+    )
+
+
+def _refuse_unsupported(params: Any, public: PublicPrefixes) -> None:
+    if params.eviction_policy.lower() != "lru" and not params.disable:
+        raise UnsupportedError(
+            f"--radix-eviction-policy {params.eviction_policy} does not work with "
+            f"--radix-cache-backend {BACKEND}, which decides by tenant and recency; use lru"
+        )
+    if params.enable_kv_cache_events and public:
+        raise UnsupportedError(
+            "--kv-events-config does not work with public_prefixes: SGLang's KV events cannot "
+            "say that a path changes its owner; drop one of the two"
+        )
