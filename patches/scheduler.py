@@ -1,13 +1,14 @@
 """Hook on the scheduler: no request enters the queue without a namespace.
 
-SGLang has no cache key in embedding and scoring requests, so that they would all meet in one
-namespace. Their id carries the tenant (``tenancy.identity``), and this is where it takes effect.
+SGLang has no cache key in embedding requests, so that they would all meet in one namespace. Their
+id carries the tenant (``tenancy.identity``), and this is where it takes effect; so does a client's
+wish to leave nothing in the cache.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.namespace import SYSTEM_OWNER, frame, is_framed
+from sglang_ext.namespace import SYSTEM_OWNER, frame, is_framed, parse
 from sglang_ext.patches.hooks import Hook
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.policy import Policy
@@ -26,6 +27,8 @@ def namespace_hooks(policy: Policy) -> list[Hook]:
     ) -> None:
         if not is_framed(req.extra_key):
             req.extra_key = frame(_owner(policy, req.rid)) + (req.lora_id or "")
+        elif parse(req.extra_key).once:
+            req.skip_radix_cache_insert = True
         original(scheduler, req, is_retracted)
 
     return [Hook(_TARGET, add_request_to_queue, ("self", "req", "is_retracted"))]

@@ -15,10 +15,10 @@ from sglang_ext.patches.hooks import Hook
 
 __all__ = ["GRACE_SECONDS", "shutdown_hooks"]
 
-GRACE_SECONDS = 7.0
+GRACE_SECONDS = 6.0
 """How long running requests may still take after SIGTERM or Ctrl-C."""
 
-_deadline_lock = threading.Lock()
+_deadline_set = threading.Lock()
 
 
 def shutdown_hooks() -> list[Hook]:
@@ -31,8 +31,14 @@ def shutdown_hooks() -> list[Hook]:
 
 
 def _with_deadline(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    if _deadline_lock.acquire(blocking=False):
-        timer = threading.Timer(GRACE_SECONDS, kill_process_tree, args=(os.getpid(),))
+    if _deadline_set.acquire(blocking=False):
+        timer = threading.Timer(GRACE_SECONDS, _end)
         timer.daemon = True
         timer.start()
     original(*args, **kwargs)
+
+
+def _end() -> None:
+    """End every child and this process; requests still running are cut off."""
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(1)

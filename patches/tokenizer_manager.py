@@ -7,10 +7,16 @@ the engine uses to tell requests apart, and take it out of what goes back to the
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing
+from contextvars import Context
 from typing import Any, Protocol
 
 from sglang_ext.patches.hooks import Hook
-from sglang_ext.tenancy.identity import apply_identity, current_identity, unscope_output
+from sglang_ext.tenancy.identity import (
+    apply_identity,
+    current_identity,
+    tenant_of_id,
+    unscope_output,
+)
 from sglang_ext.types import TenantId
 
 __all__ = ["RequestObserver", "identity_hooks"]
@@ -36,6 +42,8 @@ def identity_hooks(observer: RequestObserver) -> list[Hook]:
         request: Any = None,
     ) -> AsyncGenerator[Any, None]:
         identity = current_identity.get()
+        # The loop that handles every tenant's outputs must not inherit this tenant's context.
+        Context().run(manager.auto_create_handle_loop)
         with observer.request(identity.tenant) as observe:
             apply_identity(obj, identity)
             async with aclosing(original(manager, obj, request)) as outputs:
@@ -46,11 +54,20 @@ def identity_hooks(observer: RequestObserver) -> list[Hook]:
 
     return [
         Hook(f"{_MANAGER}.generate_request", generate_request, ("self", "obj", "request")),
+        Hook(f"{_MANAGER}.collect_metrics", _collect_metrics, ("self", "state", "recv_obj", "i")),
         Hook(f"{_MANAGER}.abort_request", _abort_request, ("self", "rid", "abort_all")),
         Hook(f"{_MANAGER}.open_session", _open_session, ("self", "obj", "request")),
         Hook(f"{_MANAGER}.close_session", _close_session, ("self", "obj", "request")),
         Hook(f"{_IO}.GenerateReqInput.regenerate_rid", _regenerate_rid, ("self",)),
     ]
+
+
+def _collect_metrics(
+    original: Callable[..., None], manager: Any, state: Any, recv_obj: Any, i: int
+) -> None:
+    """Label the request with its tenant, whatever labels the client sent."""
+    state.obj.custom_labels = {"tenant": tenant_of_id(recv_obj.rids[i])}
+    original(manager, state, recv_obj, i)
 
 
 def _abort_request(
@@ -87,8 +104,7 @@ async def _close_session(
 def _regenerate_rid(original: Callable[..., Any], obj: Any) -> Any:
     """Keep the tenant's prefix on the fresh ids that SGLang gives to parallel samples."""
     identity = current_identity.get()
-    original(obj)
-    fresh = obj.rid
-    scoped = [identity.scope(rid) for rid in fresh] if isinstance(fresh, list) else None
-    obj.rid = scoped or identity.scope(fresh)
+    fresh = original(obj)
+    many = isinstance(fresh, list)
+    obj.rid = [identity.scope(rid) for rid in fresh] if many else identity.scope(fresh)
     return obj.rid

@@ -1,9 +1,9 @@
 """How owner, client key and LoRA share one string, so that no two combinations collide.
 
 SGLang partitions its tree and its lower tiers by ``extra_key`` and appends the LoRA id to it
-without a separator. We write ``<length>:<owner><length>:<client key>`` into ``extra_key``: both
-lengths are known, so whatever follows the second field is the LoRA id. The client's ``cache_salt``
-stays in SGLang's own field beside it.
+without a separator. We write three fields ``<length>:<value>`` into ``extra_key`` (owner, client
+key, and a random word for a request that must leave nothing behind): all lengths are known, so
+whatever follows is the LoRA id. The client's ``cache_salt`` stays in SGLang's own field beside it.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,15 @@ __all__ = ["SYSTEM_OWNER", "Namespace", "frame", "is_framed", "parse", "tenant_o
 
 
 class Namespace(NamedTuple):
-    """The parts of an ``extra_key``: ``lora`` is empty for the base model."""
+    """The parts of an ``extra_key``.
+
+    ``once`` is empty, or unique to one request that neither reads nor leaves cached pages;
+    ``lora`` is empty for the base model.
+    """
 
     owner: Owner
     client_key: str = ""
+    once: str = ""
     lora: str = ""
 
 
@@ -29,9 +34,9 @@ def tenant_owner(tenant: TenantId) -> Owner:
 SYSTEM_OWNER = tenant_owner(SYSTEM_TENANT)
 
 
-def frame(owner: Owner, client_key: str = "") -> str:
+def frame(owner: Owner, client_key: str = "", once: str = "") -> str:
     """Return the ``extra_key`` of a request of ``owner``; SGLang may append a LoRA id to it."""
-    return f"{len(owner)}:{owner}{len(client_key)}:{client_key}"
+    return "".join(f"{len(field)}:{field}" for field in (owner, client_key, once))
 
 
 def parse(extra_key: str | None) -> Namespace:
@@ -50,10 +55,11 @@ def is_framed(extra_key: str | None) -> bool:
 
 def _parse(extra_key: str) -> Namespace | None:
     owner, rest = _field(extra_key)
-    client_key, lora = _field(rest)
-    if owner is None or client_key is None:
+    client_key, rest = _field(rest)
+    once, lora = _field(rest)
+    if owner is None or client_key is None or once is None:
         return None
-    return Namespace(Owner(owner), client_key, lora)
+    return Namespace(Owner(owner), client_key, once, lora)
 
 
 def _field(text: str) -> tuple[str | None, str]:

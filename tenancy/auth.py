@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
@@ -77,7 +78,8 @@ class TenantAuth:
             return _Refusal(401, _NO_KEY if key is None else _BAD_KEY)
         if access is not Access.TENANT and not principal.is_admin:
             return _Refusal(403, _NOT_ADMIN)
-        return SYSTEM if principal.tenant is None else self._identities[principal.tenant]
+        identity = SYSTEM if principal.tenant is None else self._identities[principal.tenant]
+        return replace(identity, no_store=True) if _no_store(scope["headers"]) else identity
 
     def _principal(self, key: str) -> Principal | None:
         if hmac.compare_digest(key.encode(), self._warmup_key):
@@ -100,6 +102,12 @@ def _path(scope: Scope) -> str:
     path: str = scope["path"]
     root = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(root + "/") else path
+
+
+def _no_store(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Tell whether the client asked to stay out of the cache, as RFC 9111 spells it."""
+    values = [value for name, value in headers if name.lower() == b"cache-control"]
+    return any(b"no-store" in value.lower() for value in values)
 
 
 def _api_key(headers: list[tuple[bytes, bytes]]) -> str | None:

@@ -43,10 +43,14 @@ _OPERATOR_FIELDS = (
 
 @dataclass(frozen=True)
 class Identity:
-    """The tenant a request belongs to and the owner of what it computes."""
+    """The tenant a request belongs to and the owner of what it computes.
+
+    ``no_store``: the client asked that the request neither reads nor leaves cached pages.
+    """
 
     tenant: TenantId
     owner: Owner
+    no_store: bool = False
 
     @property
     def id_prefix(self) -> str:
@@ -80,16 +84,16 @@ def apply_identity(request: Any, identity: Identity) -> None:
 
     ``request`` is a GenerateReqInput or EmbeddingReqInput before normalisation, so that a field may
     still be one value or a list. Raises ValueError, which SGLang answers with 400, when an id or a
-    cache key is not text.
+    cache key is not text, or when the request cannot be kept out of the cache.
     """
     request.rid = _scoped_rid(request.rid, identity)
     for name in _OPERATOR_FIELDS:
         if getattr(request, name, None) is not None:
             setattr(request, name, None)
-    if hasattr(request, "custom_labels"):
-        request.custom_labels = {"tenant": identity.tenant}
     if hasattr(request, "extra_key"):
-        request.extra_key = _framed(request.extra_key, identity.owner)
+        request.extra_key = _framed(request.extra_key, identity)
+    elif identity.no_store:
+        raise ValueError("Cache-Control: no-store is supported for generation only")
     _scope_session(request, identity)
 
 
@@ -109,10 +113,11 @@ def _scoped_rid(rid: Any, identity: Identity) -> Any:
     return identity.scope(_text("rid", rid))
 
 
-def _framed(client_key: Any, owner: Owner) -> Any:
+def _framed(client_key: Any, identity: Identity) -> Any:
     if isinstance(client_key, list):
-        return [frame(owner, _text("extra_key", item or "")) for item in client_key]
-    return frame(owner, _text("extra_key", client_key or ""))
+        return [_framed(item, identity) for item in client_key]
+    once = uuid.uuid4().hex if identity.no_store else ""
+    return frame(identity.owner, _text("extra_key", client_key or ""), once)
 
 
 def _scope_session(request: Any, identity: Identity) -> None:
