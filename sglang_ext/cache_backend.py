@@ -28,13 +28,21 @@ PrefixSource = Callable[[Any], PublicPrefixes]
 """Makes the public prefixes of a cache from SGLang's TreeCacheBuildContext."""
 
 
-def register_backend(prefixes: PrefixSource | None = None) -> None:
+def register_backend(
+    prefixes: PrefixSource | None = None, check: Callable[[], None] = lambda: None
+) -> None:
     """Register cache and tree under BACKEND in this process; again is a no-op.
 
     ``prefixes`` is called once for each cache that SGLang builds; without it nothing is public.
+    ``check`` raises where the process would serve without isolation; the scheduler then ends.
     """
+
+    def build(ctx: Any) -> TenantRadixCache:
+        check()
+        return create_cache(ctx, prefixes)
+
     if get_radix_cache_factory(BACKEND) is None:
-        register_radix_cache_backend(BACKEND, lambda ctx: create_cache(ctx, prefixes))
+        register_radix_cache_backend(BACKEND, build)
     if get_tree_core_factory(BACKEND) is None:
         register_tree_core_backend(BACKEND, TenantTreeCore)
 

@@ -24,4 +24,4 @@ def register() -> None:
     hooks.install(identity_hooks(active.request_metrics()))
     hooks.install(namespace_hooks(active.policy()))
     hooks.install(shutdown_hooks())
-    register_backend()
+    register_backend(check=hooks.verify)
