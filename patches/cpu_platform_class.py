@@ -1,8 +1,16 @@
 """The platform class itself, apart from ``cpu_platform`` because it imports SGLang."""
 
+from typing import Any
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_ext.patches.cpu_attention import (
+    CPU_ATTENTION,
+    offer_cpu_attention,
+    register_cpu_attention,
+)
 
 __all__ = ["ExtCpuPlatform"]
 
@@ -13,10 +21,28 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # OOT, not CPU: the in-tree CPU paths call kernels that the ordinary wheel does not have.
     _enum = PlatformEnum.OOT
 
+    def __init__(self) -> None:
+        # SGLang builds its platform in every process, before it reads the command line.
+        offer_cpu_attention()
+
+    def init_backend(self) -> None:
+        """Register what only the process of a model runner needs."""
+        register_cpu_attention()
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Turn graph capture off, as SGLang itself does for ``torch_native`` alone."""
+        # Imported late: this module is loaded while SGLang's own utilities still are.
+        from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            server_args.cuda_graph_config = with_phase(
+                server_args.cuda_graph_config, phase, backend=Backend.DISABLED
+            )
+
     def get_dispatch_key_name(self) -> str:
         """Select the ``forward_native`` version of every operator."""
         return "native"
 
     def get_default_attention_backend(self) -> str:
         """Return the attention backend used when the command line names none."""
-        return "torch_native"
+        return CPU_ATTENTION
