@@ -44,7 +44,7 @@ def _create(runner: Any) -> Any:
 
 
 def _use_absorbed_latents() -> None:
-    """Attend latents as they are stored: SGLang's fallback hands prefill to a path without pages."""
+    """Attend latents as stored: SGLang's fallback would hand prefill to a path without pages."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
     )

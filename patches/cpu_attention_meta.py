@@ -43,14 +43,14 @@ class Reach(NamedTuple):
 
 
 class Slots:
-    """Pool slots of some keys, int64 ``[..., keys]``, and the rows that hold each of their heads."""
+    """Pool slots of some keys, int64 ``[..., keys]``, and the rows that hold their heads."""
 
     def __init__(self, slots: torch.Tensor) -> None:
         self.slots = slots
         self._rows: dict[int, torch.Tensor] = {}
 
     def rows(self, heads: int) -> torch.Tensor:
-        """Return int64 ``[..., heads, keys]``: rows of a buffer viewed as ``[slots * heads, -1]``."""
+        """Return int64 ``[..., heads, keys]``: rows of a buffer seen as ``[slots * heads, -1]``."""
         if heads not in self._rows:
             head = torch.arange(heads).unsqueeze(1)
             self._rows[heads] = self.slots.unsqueeze(-2) * heads + head
@@ -101,7 +101,7 @@ class CausalBand:
         self._band = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
     def block(self, position: int, rows: int, first_key: int) -> torch.Tensor:
-        """Return ``[rows, keys]`` for rows at ``position`` and keys from ``first_key`` to theirs."""
+        """Return ``[rows, keys]``: rows from ``position`` on, keys from ``first_key`` to theirs."""
         start = self._back - (position - first_key)
         return self._band[:rows, start : self._back + rows]
 

@@ -27,7 +27,7 @@ _SCORED_BLOCK = 64
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a score becomes a logit: times ``scale``, then capped by tanh at ``soft_cap`` (0: not)."""
+    """How a score becomes a logit: times ``scale``, then tanh-capped at ``soft_cap`` (0: not)."""
 
     scale: float
     soft_cap: float = 0.0
@@ -81,7 +81,7 @@ def attend_decode(
     group: DecodeGroup,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attend one new token of each request: ``[n, heads, width]`` over ``[n, kv_heads, keys, ...]``.
+    """Attend one new token a request: ``[n, heads, width]`` over ``[n, kv_heads, keys, width]``.
 
     The query heads that share a KV head become the rows of one matrix, so that every key is read
     once. Returns ``[n, heads, value_width]``.
