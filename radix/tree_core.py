@@ -1,25 +1,36 @@
 """The tree: SGLang's Python core with owners, a public boundary, a ledger and orders of victims."""
 
-from typing import Any
+from array import array
+from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE, ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.utils import compute_node_hash_values
 
 from sglang_ext.radix.clock import SharedClock
-from sglang_ext.radix.hashes import node_hashes, turns_private
+from sglang_ext.radix.hashes import boundary_seed, node_hashes, turns_private
 from sglang_ext.radix.key import TenantKey, own
 from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.node import NOTHING, Holding, TenantTreeNode
 from sglang_ext.radix.order import LeafOrder, LeastRecent
 from sglang_ext.radix.public import PublicPrefixes
-from sglang_ext.types import Tier
+from sglang_ext.types import PUBLIC, Tier
 
-__all__ = ["TenantTreeCore"]
+__all__ = ["FetchPlan", "TenantTreeCore"]
 
 _FULL = BASE_COMPONENT_TYPE
 _NOBODY: tuple[None, float, int] = (None, 0.0, 0)
+
+
+class FetchPlan(NamedTuple):
+    """A request to the lower tiers: how many units, in which namespace, chained to which hash."""
+
+    units: int
+    extra_key: str | None
+    cache_salt: str | None
+    last_hash: str | None
 
 
 class TenantTreeCore(UnifiedTreeCore):
@@ -55,6 +66,41 @@ class TenantTreeCore(UnifiedTreeCore):
 
     def match_full_device_prefix(self, key: Any) -> tuple[int, int, int]:
         return super().match_full_device_prefix(self.own(key))
+
+    def own_below(self, node_id: int, key: Any) -> TenantKey:
+        """Return a key that continues a node's text with its owner and public boundary.
+
+        O(tokens above the node), copied in C: the boundary depends on the whole text.
+        """
+        runs, node = [key.raw_token_ids()], self.node_by_id(node_id)
+        while node is not self.root_node:
+            runs.append(node.key.token_ids[: len(node.key)])
+            node = node.parent
+        start = sum(map(len, runs[1:]))
+        text = array("q")
+        for run in reversed(runs):
+            text += run
+        whole = RadixKey(text, key.extra_key, key.is_bigram, cache_salt=key.cache_salt)
+        return self.own(whole)[start:]
+
+    def fetch_plan(self, node_id: int, key: Any) -> FetchPlan:
+        """Return what to ask the lower tiers for below a node: one side of the boundary only.
+
+        Public pages lie there without a namespace; private ones hang on the owner, so their hash
+        chain starts again behind a public run.
+        """
+        key = self.own_below(node_id, key)
+        if key.public > 0:
+            return FetchPlan(key.public, None, None, self.get_last_hash_value(node_id))
+        last_hash = self.get_last_hash_value(node_id)
+        if last_hash is not None and self.node_by_id(node_id).owner == PUBLIC:
+            last_hash = boundary_seed(last_hash, key.extra_key, key.cache_salt)
+        return FetchPlan(len(key), key.extra_key, key.cache_salt, last_hash)
+
+    def insert_host(self, node_id: int, key: Any, host_value: Any, hash_value: Any) -> Any:
+        owned = self.own_below(node_id, key)
+        assert not 0 < owned.public < len(owned), "a fetched span crosses the public boundary"
+        return super().insert_host(node_id, owned, host_value, hash_value)
 
     def begin_insert(self, params: InsertParams) -> Any:
         params.key = self.own(params.key)
