@@ -211,6 +211,20 @@ class TenantTreeCore(UnifiedTreeCore):
             node.hits += 1
         super()._finish_insert_walk_node(state, node, prefix_len)
 
+    # ---- pins
+
+    def pin(self, node_id: int) -> None:
+        """Keep a node and its path where they are until ``unpin``. O(path)."""
+        self.inc_full_pin(node_id)
+        self.node_by_id(node_id).pins += 1
+
+    def unpin(self, node_id: int) -> None:
+        """Undo one ``pin`` of the same node. O(path)."""
+        node = self.node_by_id(node_id)
+        assert node.pins > 0, f"node {node_id} is not pinned"
+        node.pins -= 1
+        self.dec_full_pin(node_id)
+
     # ---- ledger
 
     def book(self, node: TenantTreeNode) -> None:

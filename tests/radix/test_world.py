@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.radix.caches import make_rig
-from tests.radix.world import Text, Texts, World
+from tests.radix.texts import Text, Texts
+from tests.radix.world import World
 
 SPACES = ["t:a|", "t:b|", "t:b|salt", "g:c|"]
 STEPS = 17_000

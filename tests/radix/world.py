@@ -1,13 +1,12 @@
-"""A cache and a naive model of it that is told nothing about trees: a dictionary of pages.
+"""A cache and the naive model of it, put through the same operations and compared after each.
 
-Each page of text is one entry under (namespace, text so far). The world performs an operation on
-both, follows every slot from its allocation to its release, and compares what each says.
+Every slot is followed from its allocation to its release, so one that is freed twice, handed out
+twice or forgotten fails the test at that step.
 """
 
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,34 +20,22 @@ from sglang_ext.namespace import parse
 from sglang_ext.radix.integrity import check_integrity
 from sglang_ext.types import PUBLIC, Tier
 from tests.radix.caches import Rig, namespace
+from tests.radix.model import Model, Page, Path, leading
+from tests.radix.texts import Text, Texts
 
-__all__ = ["Text", "Texts", "World", "path_text"]
+__all__ = ["World", "path_text"]
 
-Text = tuple[int, ...]
-Path = tuple[str, Text]
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
-@dataclass
-class Page:
-    """One page: the slots of its copies by tier, and the step of its last use."""
-
-    device: Text | None
-    host: Text | None
-    used: int
-
-
-class World:
+class World(Model):
     """Operations of several owners on one rig, each checked against the dictionary."""
 
     def __init__(self, rig: Rig, public: Sequence[Text] = ()) -> None:
-        self.rig, self.core, self.page_size = rig, rig.core, rig.page_size
-        self.public = public
-        self.step = 0
-        self.pages: dict[Path, Page] = {}
+        super().__init__(rig.page_size, public)
+        self.rig, self.core = rig, rig.core
         self.slots: dict[int, Path | None] = {}
-        self.host_slots: dict[int, Path | None] = {}
-        self.locks: list[tuple[Any, list[Path]]] = []
+        self.host_slots: dict[int, Path] = {}
         self.next_host_slot = 0
         self.victims: list[Text] = []
         self._listen()
@@ -56,17 +43,26 @@ class World:
     def _listen(self) -> None:
         allocator, core = self.rig.allocator, self.core
         free, evict_leaf = allocator.free_segment, core.evict_device_leaf
+        evict_host_leaf = core._evict_host_leaf
 
         def freed(slots: torch.Tensor, **kwargs: Any) -> None:
             self._device_freed(slots.tolist())
             free(slots, **kwargs)
 
         def evicted(node_id: int, *args: Any) -> Any:
-            self._check_victim(core.node_by_id(node_id))
+            self._check_victim(core.node_by_id(node_id), self.device_leaves())
             return evict_leaf(node_id, *args)
+
+        def evicted_host(node: Any, *args: Any, **kwargs: Any) -> None:
+            self._check_victim(node, self.host_leaves())
+            # The next victim may be its parent, so the model must hear of it at once.
+            for slot in node.component_data[ComponentType.FULL].host_value.tolist():
+                self._forget_host(slot)
+            evict_host_leaf(node, *args, **kwargs)
 
         allocator.free_segment = freed
         core.evict_device_leaf = evicted
+        core._evict_host_leaf = evicted_host
         full = self.rig.cache.components[ComponentType.FULL]
         full._full_kv_pool_host = object()
         self.rig.cache.host_pool_group = SimpleNamespace(
@@ -74,37 +70,6 @@ class World:
         )
         core.set_hicache_enabled()
         core.write_through_threshold = sys.maxsize
-
-    # ---- the naive rules
-
-    def paths(self, text: Text, space: str) -> list[Path]:
-        """Return the entry of each whole page of ``text``."""
-        size = self.page_size
-        shared = max((_common(text, prefix) for prefix in self.public), default=0) // size * size
-        ends = range(size, len(text) + 1, size)
-        return [("" if end <= shared else space, text[:end]) for end in ends]
-
-    def expected(self, text: Text, space: str) -> tuple[int, int]:
-        """Return (device, host) hits in pages."""
-        pages = [self.pages.get(path) for path in self.paths(text, space)]
-        device = _leading(page is not None and page.device is not None for page in pages)
-        host = _leading(page is not None and page.host is not None for page in pages[device:])
-        return device, host
-
-    def locked(self, path: Path) -> bool:
-        return any(path in paths for _, paths in self.locks)
-
-    def leaf_pages(self) -> dict[Path, Page]:
-        """Return the pages that may leave the device: unlocked, nothing on the device below."""
-        size = self.page_size
-        on_device = [path for path, page in self.pages.items() if page.device is not None]
-        covered = {(space, text[:-size]) for space, text in on_device}
-        covered |= {("", text[:-size]) for _, text in on_device}
-        return {
-            path: page
-            for path, page in self.pages.items()
-            if page.device is not None and path not in covered and not self.locked(path)
-        }
 
     def _device_freed(self, slots: list[int]) -> None:
         for slot in slots:
@@ -117,22 +82,19 @@ class World:
 
     def _host_freed(self, slots: list[int]) -> None:
         for slot in slots:
-            path = self.host_slots.pop(slot)
-            page = self.pages.get(path) if path is not None else None
-            if page is not None and page.host is not None:
-                page.host = None
-                self._forget_if_gone(path)
+            del self.host_slots[slot]  # KeyError: freed twice
 
-    def _forget_if_gone(self, path: Path) -> None:
-        page = self.pages[path]
-        if page.device is None and page.host is None:
-            del self.pages[path]
+    def _forget_host(self, slot: int) -> None:
+        path = self.host_slots[slot]
+        page = self.pages.get(path)
+        if page is not None and page.host is not None:
+            page.host = None
+            self._forget_if_gone(path)
 
-    def _check_victim(self, node: Any) -> None:
+    def _check_victim(self, node: Any, leaves: dict[Path, Page]) -> None:
         key, text = node.key, path_text(self.core, node)
         owner = parse(key.extra_key).owner if key.extra_key else None
         path = ("" if owner is None else f"{owner}|{key.cache_salt or ''}", text)
-        leaves = self.leaf_pages()
         assert path in leaves, f"{path} is no leaf of the model"
         oldest = min(page.used for page in leaves.values())
         assert leaves[path].used == oldest, "a younger leaf went first"
@@ -286,8 +248,11 @@ class World:
         self._unlock(lock)
 
     def evict_host(self, tokens: int) -> None:
+        before = len(self.host_slots)
         result = self.core.drive_host_eviction(ComponentType.FULL, tokens)
         self.rig.cache._apply_eviction_result(result)
+        freed = before - len(self.host_slots)
+        assert freed >= tokens or not self.core.evictable_host_leaves
 
     def prefetch(self, text: Text, space: str) -> None:
         """Insert pages that came from a lower tier below the deepest match."""
@@ -300,16 +265,12 @@ class World:
             return
         index = start // self.page_size
         # One side of the public boundary, as the cache asks for.
-        end = index + _leading(path[0] == paths[index][0] for path in paths[index:])
+        end = index + leading(path[0] == paths[index][0] for path in paths[index:])
         paths, rest = paths[:end], rest[: (end - index) * self.page_size]
         slots = self._host_alloc(paths[index:])
         hashes = [f"{number:064x}" for number in range(len(paths) - index)]
         result = self.core.insert_host(anchor, key_of(rest, space), slots, hashes)
         assert not result.host_insert_dropped and result.prefix_len == 0
-
-    def _touch(self, paths: list[Path]) -> None:
-        for path in paths:
-            self.pages[path].used = self.step
 
     # ---- comparison of the whole
 
@@ -329,12 +290,12 @@ class World:
             slot for page in self.pages.values() for slot in page.device or ()
         }
 
-    def random_step(self, random: Random, texts: "Texts") -> None:
+    def random_step(self, random: Random, texts: Texts) -> None:
         """Perform one operation drawn from all of them."""
         self.begin()
         text, space = texts.draw(random), texts.draw_space(random)
         pages = len(text) // self.page_size
-        kind = random.choices(KINDS, WEIGHTS)[0]
+        kind = random.choices(list(WEIGHTS), WEIGHTS.values())[0]
         if kind in ("insert", "abort") and pages * self.page_size > self.room():
             kind = "evict"
         if kind == "hold" and len(self.locks) > 4:
@@ -347,43 +308,19 @@ class World:
             getattr(self, kind)(text, space)
 
 
-KINDS = [
-    "match",
-    "insert",
-    "hold",
-    "release",
-    "evict",
-    "abort",
-    "back_up",
-    "demote",
-    "load_back",
-    "evict_host",
-    "prefetch",
-]
-WEIGHTS = (20, 24, 8, 10, 6, 5, 8, 5, 8, 3, 3)
-
-
-class Texts:
-    """Short texts over few pages, so that prefixes overlap at every depth."""
-
-    def __init__(self, page_size: int, public: list[Text], spaces: list[str]) -> None:
-        self.page_size, self.public, self.spaces = page_size, public, spaces
-
-    def draw(self, random: Random) -> Text:
-        text: Text = ()
-        if self.public and random.random() < 0.6:
-            text = random.choice(self.public)
-            text = text[: random.randint(0, len(text))] if random.random() < 0.3 else text
-        for _ in range(random.randint(0, 5)):
-            page = [random.randint(1, 2)] * self.page_size
-            if random.random() < 0.2:
-                page[random.randrange(self.page_size)] = 9
-            text += tuple(page)
-        cut = random.randint(0, self.page_size - 1) if random.random() < 0.3 else 0
-        return text[: len(text) - cut]
-
-    def draw_space(self, random: Random) -> str:
-        return random.choice(self.spaces)
+WEIGHTS = {
+    "match": 20,
+    "insert": 24,
+    "hold": 8,
+    "release": 10,
+    "evict": 6,
+    "abort": 5,
+    "back_up": 8,
+    "demote": 5,
+    "load_back": 8,
+    "evict_host": 3,
+    "prefetch": 3,
+}
 
 
 def key_of(text: Text, space: str) -> RadixKey:
@@ -398,16 +335,3 @@ def path_text(core: Any, node: Any) -> Text:
         text = tuple(node.key.token_ids) + text
         node = node.parent
     return text
-
-
-def _common(left: Text, right: Text) -> int:
-    return _leading(a == b for a, b in zip(left, right, strict=False))
-
-
-def _leading(flags: Any) -> int:
-    count = 0
-    for flag in flags:
-        if not flag:
-            break
-        count += 1
-    return count
