@@ -1,0 +1,60 @@
+"""One real server for each configuration and test run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.server import Client, ServerProcess, policy_file
+
+SMALL_POOL = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
+GROUP = """
+  sales: {api_keys: ["%s"], isolation: shared, group: intranet}
+  hr: {api_keys: ["%s"], isolation: shared, group: intranet}
+"""
+
+
+def run_server(policy: Path, *flags: str) -> Iterator[ServerProcess]:
+    """Yield a ready server; afterwards no process and no leaked page is left."""
+    server = ServerProcess(
+        "sglang_ext.launch_server", ["--tenant-policy", str(policy), *SMALL_POOL, *flags]
+    )
+    try:
+        server.wait_ready()
+        yield server
+        server.stop()
+        assert not server.leaks(), server.leaks()
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The server that most tests share: five private tenants and a group of two."""
+    from sglang_ext.tenancy.keys import digest
+
+    group = GROUP % (digest("key-sales"), digest("key-hr"))
+    policy = policy_file(tmp_path_factory.mktemp("policy"), ["a", "b", "c", "d", "e"], group)
+    yield from run_server(policy, "--page-size", "16")
+
+
+def _client(server: ServerProcess, tenant: str) -> Client:
+    return Client(server.url, f"key-{tenant}")
+
+
+@pytest.fixture
+def a(server: ServerProcess) -> Client:
+    """Tenant A."""
+    return _client(server, "a")
+
+
+@pytest.fixture
+def b(server: ServerProcess) -> Client:
+    """Tenant B."""
+    return _client(server, "b")
+
+
+@pytest.fixture
+def admin(server: ServerProcess) -> Client:
+    """The operator."""
+    return _client(server, "admin")

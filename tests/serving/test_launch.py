@@ -1,0 +1,138 @@
+"""Starting and stopping: what is refused with one line, and what a signal leaves behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving.conftest import SMALL_POOL
+from tests.serving.server import Client, ServerProcess, free_port, policy_file
+
+pytestmark = pytest.mark.serving
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """A policy with one tenant."""
+    return policy_file(tmp_path, ["a"])
+
+
+def _refusal(policy: Path, *flags: str, **environment: str) -> str:
+    """Return the one line that a refused start prints; it must come without a traceback."""
+    command = [sys.executable, "-m", "sglang_ext.launch_server", "--tenant-policy", str(policy)]
+    finished = subprocess.run(
+        [*command, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert finished.returncode == 2, finished.stderr
+    assert "Traceback" not in finished.stderr
+    return finished.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num"),
+        (["--grpc-port", "31999"], "--grpc-port"),
+        (["--smg-grpc-mode"], "grpc"),
+        (["--disable-radix-cache"], "--disable-radix-cache"),
+        (["--api-key", "secret"], "--api-key"),
+        (["--enable-response-store"], "--enable-response-store"),
+        (["--radix-cache-backend", "other"], "--radix-cache-backend"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_modes_without_identity_are_refused(policy: Path, flags: list[str], words: str) -> None:
+    line = _refusal(policy, *flags)
+    assert words in line
+    assert "secret" not in line
+
+
+def test_the_rust_server_is_refused(policy: Path) -> None:
+    assert "SGLANG_RUST_SERVER" in _refusal(policy, SGLANG_RUST_SERVER="1")
+
+
+def test_a_plugin_that_did_not_run_is_refused(policy: Path) -> None:
+    """SGLang would go on without it, that is, without isolation."""
+    assert "did not run" in _refusal(policy, SGLANG_PLUGINS="something_else")
+
+
+def test_a_taken_port_is_refused(policy: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is taken" in _refusal(policy, "--port", str(port))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("version: 1\ntenants: {a: {api_kees: []}}", "tenants.a.api_kees"),
+        ("version: 1\ntenants: {a: {quota: {hbm: 10%}}}", "not supported yet"),
+        ("version: [", "YAML"),
+    ],
+)
+def test_a_wrong_policy_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert words in _refusal(path)
+
+
+def test_a_missing_policy_is_refused(tmp_path: Path) -> None:
+    assert "no-such-file" in _refusal(tmp_path / "no-such-file.yaml")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_ends_every_child_in_time(policy: Path, sent: signal.Signals) -> None:
+    """A long answer is still being written: it may not hold the server open."""
+    server = ServerProcess(
+        "sglang_ext.launch_server", ["--tenant-policy", str(policy), *SMALL_POOL]
+    )
+    try:
+        server.wait_ready()
+        client = Client(server.url, "key-a")
+        sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+        events = client.events(
+            "/generate", {"text": "Count:", "stream": True, "sampling_params": sampling}
+        )
+        next(events)
+        server.stop(sent)
+        with pytest.raises(httpx.HTTPError):
+            list(events)
+    finally:
+        server.kill()
+
+
+def test_without_a_policy_the_installed_plugin_changes_nothing() -> None:
+    """Stock SGLang: no key is asked for, and its own cache serves."""
+    from sglang_ext.demo_model import demo_model_path
+
+    flags = ["--model-path", str(demo_model_path()), "--device", "cpu", *SMALL_POOL]
+    server = ServerProcess("sglang.launch_server", [*flags, "--sampling-backend", "pytorch"])
+    try:
+        server.wait_ready()
+        body = {"text": "hello", "sampling_params": {"max_new_tokens": 1}}
+        answer = httpx.post(server.url + "/generate", json=body, timeout=60)
+        assert answer.status_code == 200
+        assert "/" not in answer.json()["meta_info"]["id"]
+        assert any("source=default" in line for line in server.lines)
+        server.stop()
+    finally:
+        server.kill()
+
+
+def test_the_port_is_free_again(policy: Path) -> None:
+    """``check_port`` must not refuse a port in TIME_WAIT, or a restart would wait for minutes."""
+    from sglang_ext.launch_checks import check_port
+
+    check_port("127.0.0.1", free_port())
