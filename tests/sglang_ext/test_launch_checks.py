@@ -1,0 +1,66 @@
+"""Every mode that would serve without tenant identity is refused, with SGLang's real parser."""
+
+import socket
+
+import pytest
+from sglang.srt.server_args import prepare_server_args
+
+from sglang_ext.errors import UnsupportedError
+from sglang_ext.launch_checks import check_environment, check_modes, check_port
+
+_MODEL = ["--model-path", "unused", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tokenizer-worker-num", "2"],
+        ["--grpc-port", "31999"],
+        ["--smg-grpc-mode"],
+        ["--use-ray"],
+        ["--encoder-only"],
+        ["--disaggregation-mode", "prefill"],
+        ["--disable-radix-cache"],
+        ["--enable-lmcache"],
+        ["--enable-flexkv"],
+        ["--enable-response-store"],
+        ["--api-key", "secret"],
+        ["--admin-api-key", "secret"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_mode_is_refused(flags: list[str]) -> None:
+    with pytest.raises(UnsupportedError, match=flags[0]) as refusal:
+        check_modes(prepare_server_args([*_MODEL, *flags]))
+    assert "secret" not in str(refusal.value)
+
+
+def test_an_ordinary_server_is_not_refused() -> None:
+    check_modes(prepare_server_args(_MODEL))
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_the_rust_server_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", value)
+    with pytest.raises(UnsupportedError, match="SGLANG_RUST_SERVER"):
+        check_environment()
+
+
+def test_the_rust_server_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "0")
+    check_environment()
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UnsupportedError, match=f"port {port} on 127.0.0.1 is taken"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+
+
+def test_foreign_address_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="cannot listen on 192.0.2.1"):
+        check_port("192.0.2.1", 30000)
