@@ -4,12 +4,22 @@ SglangExtError                 catch this one
 ├── PolicyError                the policy file: path, value, what was expected
 ├── UnsupportedError           a version, mode or feature that this release refuses
 ├── HookError                  a hook on SGLang that did not apply; the server must not start
-└── DemoModelError             the demo model could not be fetched or converted
+├── DemoModelError             the demo model could not be fetched or converted
+├── StoreError                 the folder of the NVMe tier could not be opened
+└── KeyRingError               the master key or the folder of wrapped keys cannot be used
 
 Results in the data path are values, never exceptions: a lost page means recompute.
 """
 
-__all__ = ["DemoModelError", "HookError", "PolicyError", "SglangExtError", "UnsupportedError"]
+__all__ = [
+    "DemoModelError",
+    "HookError",
+    "KeyRingError",
+    "PolicyError",
+    "SglangExtError",
+    "StoreError",
+    "UnsupportedError",
+]
 
 
 class SglangExtError(Exception):
@@ -39,3 +49,11 @@ class HookError(SglangExtError):
 
 class DemoModelError(SglangExtError):
     """The demo model could not be fetched, checked or converted."""
+
+
+class StoreError(SglangExtError):
+    """The folder of the NVMe tier could not be opened: taken, not writable, or not a folder."""
+
+
+class KeyRingError(SglangExtError):
+    """The master key is missing, readable by others or not the one that wrapped the keys."""
