@@ -1,0 +1,248 @@
+"""Slab files: large files cut into slots of equal size, one page a slot.
+
+One file a page was measured beside this and is slower: creating and renaming a small file costs
+more than writing it. A slot is one of
+
+    hole    no disk blocks: never used, or punched when its page was deleted
+    ready   disk blocks but no page: reserved ahead, or just freed by an eviction
+    taken   holds a page, or is being written
+    stuck   cannot be given back (immutable or failing file); counts against the cap, is not used
+
+so the blocks of all slots that are not holes are what ``du`` shows. Not thread-safe.
+"""
+
+import heapq
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_ext.tiering.file_io import BLOCK_BYTES, FileIO, aligned_buffer
+
+__all__ = ["Slab", "Slabs", "Slot"]
+
+logger = logging.getLogger(__name__)
+
+_FILES_PER_FOLDER = 1024
+_MAX_SLABS_PER_SIZE = 256
+_MIN_SLAB_BYTES = 64 * 2**20
+_RESERVE_BYTES = 16 * 2**20
+_NAME = re.compile(r"(\d{6})-(\d+)\.slab")
+
+Slot = tuple["Slab", int]
+"""A slab and the number of a slot in it."""
+
+
+class Slab:
+    """One open file and which of its slots are free."""
+
+    __slots__ = ("fd", "frozen", "holes", "number", "path", "ready", "slot_bytes", "slots")
+
+    def __init__(self, number: int, path: Path, fd: int, slot_bytes: int, slots: int) -> None:
+        self.number = number
+        self.path = path
+        self.fd = fd
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.holes: list[int] = list(range(slots))  # a heap, so that files fill from the front
+        self.ready: list[int] = []
+        self.frozen = False
+        """A write was refused: nothing new goes here until the next start."""
+
+    def offset(self, slot: int) -> int:
+        """Return where ``slot`` begins, in bytes."""
+        return slot * self.slot_bytes
+
+
+class Slabs:
+    """All slab files of a folder."""
+
+    def __init__(self, folder: Path, io: FileIO, total_bytes: int) -> None:
+        self._folder = folder
+        self._io = io
+        self._slab_bytes = max(_MIN_SLAB_BYTES, total_bytes // _MAX_SLABS_PER_SIZE)
+        self._by_number: dict[int, Slab] = {}
+        self._by_size: dict[int, list[Slab]] = defaultdict(list)
+        self.ready_bytes = 0
+        self.stuck: set[tuple[int, int]] = set()
+        self.stuck_bytes = 0
+
+    def __iter__(self) -> Iterator[Slab]:
+        return iter(self._by_number.values())
+
+    def get(self, number: int) -> Slab | None:
+        """Return the slab of that number, if its file is there."""
+        return self._by_number.get(number)
+
+    def load(self) -> None:
+        """Open the slab files that a former run left, all slots free. Raises OSError."""
+        for path in sorted(self._folder.glob("*/*.slab")):
+            if found := _NAME.fullmatch(path.name):
+                number, slot_bytes = map(int, found.groups())
+                if number not in self._by_number and _is_slot_size(slot_bytes):
+                    self._add(number, slot_bytes, path)
+
+    def occupy(self, slab: Slab, slots: set[int]) -> None:
+        """Mark slots of a loaded slab as taken; used once, at start."""
+        slab.holes = [slot for slot in slab.holes if slot not in slots]
+
+    def take(self, slot_bytes: int, room: int) -> Slot | None:
+        """Take a free slot of that size; None when blocks for it would exceed ``room`` bytes.
+
+        Raises OSError when the disk refuses; no slot is taken then.
+        """
+        slab = next((slab for slab in self._usable(slot_bytes) if slab.ready), None)
+        if slab is None:
+            if room < slot_bytes:
+                return None
+            slab = self._with_holes(slot_bytes)
+            self._reserve(slab, room)
+        self.ready_bytes -= slot_bytes
+        return slab, slab.ready.pop()
+
+    def recycle(self, slot: Slot) -> None:
+        """Free a slot and keep its blocks for the next page, which overwrites what is there."""
+        slab, number = slot
+        slab.ready.append(number)
+        self.ready_bytes += slab.slot_bytes
+
+    def give_back(self, slot: Slot) -> bool:
+        """Free a slot and its blocks: its page can never be read again.
+
+        False when the file refuses; the slot is stuck then.
+        """
+        slab, number = slot
+        try:
+            self._erase(slab, number)
+        except OSError as error:
+            logger.warning("cannot delete a page in %s: %s", slab.path, error)
+            self._add_stuck(slab, number)
+            return False
+        heapq.heappush(slab.holes, number)
+        return True
+
+    def trim(self, keep_slot_bytes: int | None = None) -> bool:
+        """Give back the blocks of ready slots, but not of slots of size ``keep_slot_bytes``.
+
+        False when there was nothing to give back.
+        """
+        before = self.ready_bytes
+        for slab in self:
+            if slab.slot_bytes != keep_slot_bytes:
+                self._trim(slab)
+        return self.ready_bytes < before
+
+    def freeze(self, slab: Slab) -> None:
+        """Write nothing more into a slab whose file refused a write; its pages stay readable."""
+        slab.frozen = True
+        self._trim(slab)
+
+    def restore_stuck(self, stuck: set[tuple[int, int]]) -> None:
+        """Try again, at start, to free slots that were stuck; what still fails stays stuck."""
+        for number, slot in stuck:
+            slab = self.get(number)
+            if slab is None or slot >= slab.slots or slot not in slab.holes:
+                continue
+            slab.holes.remove(slot)
+            heapq.heapify(slab.holes)
+            self.give_back((slab, slot))
+
+    def sweep(self) -> None:
+        """Punch everything that is not taken, at start: leftovers of a killed run.
+
+        A file that refuses keeps its leftovers and gets no new pages.
+        """
+        for slab in self:
+            try:
+                for first, count in _runs(sorted(slab.holes)):
+                    self._io.punch(slab.fd, slab.offset(first), count * slab.slot_bytes)
+            except OSError as error:
+                logger.warning("cannot sweep %s: %s", slab.path, error)
+                self.freeze(slab)
+
+    def drop_empty(self) -> None:
+        """Remove files without a page, at start: of another page size, or no longer needed."""
+        for slab in [slab for slab in self if len(slab.holes) == slab.slots]:
+            try:
+                self._io.unlink(slab.path)
+            except OSError as error:
+                logger.warning("cannot remove %s: %s", slab.path, error)
+                continue
+            self._io.close(slab.fd)
+            del self._by_number[slab.number]
+            self._by_size[slab.slot_bytes].remove(slab)
+
+    def close(self) -> None:
+        """Close all files."""
+        for slab in self:
+            fd, slab.fd = slab.fd, -1  # a late user gets an error, not somebody else's file
+            self._io.close(fd)
+        self._by_number.clear()
+        self._by_size.clear()
+
+    def _usable(self, slot_bytes: int) -> Iterator[Slab]:
+        return (slab for slab in self._by_size[slot_bytes] if not slab.frozen)
+
+    def _with_holes(self, slot_bytes: int) -> Slab:
+        slab = next((slab for slab in self._usable(slot_bytes) if slab.holes), None)
+        if slab is not None:
+            return slab
+        number = max(self._by_number, default=-1) + 1
+        parent = self._folder / f"{number // _FILES_PER_FOLDER:03d}"
+        return self._add(number, slot_bytes, parent / f"{number:06d}-{slot_bytes}.slab")
+
+    def _add(self, number: int, slot_bytes: int, path: Path) -> Slab:
+        slots = max(1, self._slab_bytes // slot_bytes)
+        size = path.stat().st_size if path.exists() else 0
+        slots = max(slots, size // slot_bytes)
+        fd = self._io.open(path, slots * slot_bytes)
+        slab = self._by_number[number] = Slab(number, path, fd, slot_bytes, slots)
+        self._by_size[slot_bytes].append(slab)
+        return slab
+
+    def _trim(self, slab: Slab) -> None:
+        ready, slab.ready = slab.ready, []
+        self.ready_bytes -= len(ready) * slab.slot_bytes
+        for slot in ready:
+            self.give_back((slab, slot))
+
+    def _reserve(self, slab: Slab, room: int) -> None:
+        """Turn neighbouring holes into ready slots with one call: [first, first + count)."""
+        most = max(1, min(_RESERVE_BYTES, room) // slab.slot_bytes)
+        first = slab.holes[0]
+        count = 1
+        slots = [heapq.heappop(slab.holes)]
+        while count < most and slab.holes and slab.holes[0] == first + count:
+            slots.append(heapq.heappop(slab.holes))
+            count += 1
+        try:
+            self._io.reserve(slab.fd, slab.offset(first), count * slab.slot_bytes)
+        except OSError:
+            for slot in slots:
+                heapq.heappush(slab.holes, slot)
+            raise
+        slab.ready.extend(reversed(slots))
+        self.ready_bytes += count * slab.slot_bytes
+
+    def _erase(self, slab: Slab, slot: int) -> None:
+        offset = slab.offset(slot)
+        if not self._io.punch(slab.fd, offset, slab.slot_bytes):
+            self._io.write(slab.fd, aligned_buffer(BLOCK_BYTES), offset)
+
+    def _add_stuck(self, slab: Slab, slot: int) -> None:
+        self.stuck.add((slab.number, slot))
+        self.stuck_bytes += slab.slot_bytes
+
+
+def _is_slot_size(size: int) -> bool:
+    return size > 0 and size % BLOCK_BYTES == 0
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of neighbouring numbers in an ordered list."""
+    begin = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield numbers[begin], end - begin
+            begin = end
