@@ -4,7 +4,6 @@ Everything that could make the server serve without isolation is checked first, 
 refusal with one line. SGLang's processes import this module again, so the top stays cheap.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,8 @@ from sglang_ext import active
 from sglang_ext.errors import SglangExtError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
-from sglang_ext.tenancy.keys import new_key
 from sglang_ext.tenancy.policy import Policy
+from sglang_ext.warm_up import WarmUp
 
 __all__ = ["main"]
 
@@ -27,16 +26,16 @@ _QUIET = ("Only CUDA", "Triton is not supported on current platform", "'python -
 def main(argv: Sequence[str]) -> int:
     """Serve until stopped; return the exit status (2 for a refusal, printed in one line)."""
     own, flags = own_arguments(argv)
-    warmup_key = new_key()
+    warm_up = WarmUp()
     try:
-        server_args = _prepare(own.tenant_policy, flags, warmup_key)
+        server_args = _prepare(own.tenant_policy, flags, warm_up)
     except SglangExtError as error:
         print(f"sglang_ext: {own.tenant_policy}: {error}", file=sys.stderr)
         return 2
-    return _serve(server_args, warmup_key)
+    return _serve(server_args, warm_up)
 
 
-def _prepare(policy_path: Path, flags: Sequence[str], warmup_key: str) -> Any:
+def _prepare(policy_path: Path, flags: Sequence[str], warm_up: WarmUp) -> Any:
     """Return SGLang's resolved arguments, with hooks applied and the middleware in place."""
     from sglang_ext.patches.cpu_platform import activate
     from sglang_ext.patches.versions import check_version
@@ -51,7 +50,7 @@ def _prepare(policy_path: Path, flags: Sequence[str], warmup_key: str) -> Any:
     demo_model = None if "--model-path" in given_flags(flags) else _demo_model()
     argv = with_defaults(flags, policy, on_cpu=on_cpu, demo_model=demo_model)
     server_args = _resolve(argv, on_cpu=on_cpu)
-    _add_middleware(policy, warmup_key)
+    _add_middleware(policy, warm_up)
     return server_args
 
 
@@ -107,7 +106,7 @@ def _bind_threads(ranks: int) -> None:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = binding
 
 
-def _add_middleware(policy: Policy, warmup_key: str) -> None:
+def _add_middleware(policy: Policy, warm_up: WarmUp) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.tenancy.auth import TenantAuth
@@ -115,31 +114,22 @@ def _add_middleware(policy: Policy, warmup_key: str) -> None:
     app.add_middleware(
         TenantAuth,
         policy=policy,
-        warmup_key=warmup_key,
+        is_own_key=warm_up.is_own_key,
         on_refused=active.request_metrics().refused,
     )
 
 
-def _serve(server_args: Any, warmup_key: str) -> int:
+def _serve(server_args: Any, warm_up: WarmUp) -> int:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
 
     try:
-        launch_server(server_args, execute_warmup_func=functools.partial(_warm_up, warmup_key))
+        launch_server(server_args, execute_warmup_func=warm_up.run, launch_callback=warm_up.finish)
     except KeyboardInterrupt:
         return 130
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
-
-
-def _warm_up(warmup_key: str, server_args: Any) -> bool:
-    """Run SGLang's warm-up with a key: it sends whatever ``--api-key`` says."""
-    from sglang.srt.entrypoints.http_server import _execute_server_warmup
-    from sglang.srt.runtime_context import get_serving
-
-    with get_serving().override(api_key=warmup_key):
-        return bool(_execute_server_warmup(server_args))
 
 
 if __name__ == "__main__":

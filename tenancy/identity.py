@@ -86,7 +86,7 @@ def apply_identity(request: Any, identity: Identity) -> None:
     still be one value or a list. Raises ValueError, which SGLang answers with 400, when an id or a
     cache key is not text, or when the request cannot be kept out of the cache.
     """
-    request.rid = _scoped_rid(request.rid, identity)
+    request.rid = _scoped_rid(_given_rid(request), identity)
     for name in _OPERATOR_FIELDS:
         if getattr(request, name, None) is not None:
             setattr(request, name, None)
@@ -105,9 +105,29 @@ def unscope_output(output: Any, identity: Identity) -> None:
             meta["id"] = identity.unscope(meta["id"])
 
 
+def _given_rid(request: Any) -> Any:
+    """Return the client's id, or a fresh one: SGLang expands one id to a batch of generation
+    requests, but wants one for each part of a batch of embeddings."""
+    if request.rid is not None:
+        return request.rid
+    if hasattr(request, "extra_key"):
+        return uuid.uuid4().hex
+    parts = _embedding_parts(request)
+    return uuid.uuid4().hex if parts is None else [uuid.uuid4().hex for _ in parts]
+
+
+def _embedding_parts(request: Any) -> list[Any] | None:
+    """Return the parts of a batch of embeddings, or None for a single one, as SGLang decides."""
+    if request.text is not None:
+        return request.text if isinstance(request.text, list) else None
+    if request.input_ids:
+        return request.input_ids if isinstance(request.input_ids[0], list) else None
+    media = request.image_data or request.video_data or request.audio_data
+    batch = isinstance(media, list) and all(isinstance(item, list) for item in media)
+    return media if batch else None
+
+
 def _scoped_rid(rid: Any, identity: Identity) -> Any:
-    if rid is None:
-        return identity.scope(uuid.uuid4().hex)
     if isinstance(rid, list):
         return [identity.scope(_text("rid", item)) for item in rid]
     return identity.scope(_text("rid", rid))
