@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_ext.radix.node import TenantTreeNode
 from sglang_ext.radix.order import LeafOrder
@@ -33,10 +34,10 @@ def check_integrity(tree: Any) -> None:
     problems += _size_problems(core, nodes)
     problems += _ledger_problems(core, nodes)
     for name, leaves, is_leaf in (
-        ("device", core.evictable_device_leaves, core._is_device_leaf),
-        ("host", core.evictable_host_leaves, core._is_host_leaf),
+        ("device", core.evictable_device_leaves, UnifiedTreeCore._is_device_leaf),
+        ("host", core.evictable_host_leaves, UnifiedTreeCore._is_host_leaf),
     ):
-        problems += _order_problems(name, leaves, {node for node in nodes if is_leaf(node)})
+        problems += _order_problems(name, leaves, {node for node in nodes if is_leaf(core, node)})
     if problems:
         shown = "\n  ".join(problems[:_WORST])
         raise IntegrityError(f"{len(problems)} problems in {len(nodes)} nodes:\n  {shown}")
@@ -66,6 +67,11 @@ def _node_problems(core: Any, node: TenantTreeNode) -> Iterator[str]:
         yield f"{name} is held by no tier"
     if node.booked != node.holding():
         yield f"{name} is booked as {node.booked} but holds {node.holding()}"
+    on_device = sum(
+        child.component_data[_FULL].value is not None for child in node.children.values()
+    )
+    if node.device_children != on_device:
+        yield f"{name} counts {node.device_children} children on the device of {on_device}"
     yield from _owner_problems(name, node, core.root_node)
     yield from _lock_problems(name, node, core.root_node)
 
@@ -105,8 +111,8 @@ def _arena_problems(core: Any, nodes: list[TenantTreeNode]) -> Iterator[str]:
 def _size_problems(core: Any, nodes: list[TenantTreeNode]) -> Iterator[str]:
     counted: Counter[str] = Counter()
     for node in nodes:
-        held = node.holding()
-        counted["protected" if held.hbm_locked else "evictable"] += held.hbm
+        tokens, locked, _, _ = node.holding()
+        counted["protected" if locked else "evictable"] += tokens
     for word, said in (("evictable", core.evictable_size()), ("protected", core.protected_size())):
         if said != counted[word]:
             yield f"{word} size is {said}, the nodes add up to {counted[word]}"
@@ -116,10 +122,7 @@ def _ledger_problems(core: Any, nodes: list[TenantTreeNode]) -> Iterator[str]:
     counted: dict[tuple[Owner, Tier], list[int]] = {}
     for node in nodes:
         held = node.holding()
-        for tier, tokens, locked in (
-            (Tier.HBM, held.hbm, held.hbm_locked),
-            (Tier.CPU, held.cpu, held.cpu_locked),
-        ):
+        for tier, (tokens, locked) in ((Tier.HBM, held[:2]), (Tier.CPU, held[2:])):
             if tokens:
                 counted.setdefault((node.owner, tier), [0, 0])[locked] += tokens
     said = {
@@ -137,16 +140,16 @@ def _order_problems(name: str, leaves: LeafOrder, expected: set[TenantTreeNode])
     if leaves != expected:
         extra, missing = leaves - expected, expected - leaves
         yield f"{name} leaves: extra {_ids(extra)}, missing {_ids(missing)}"
-    filed = leaves.by_owner()
-    entries = [entry for owned in filed.values() for entry in owned]
-    if {entry[2] for entry in entries} != set(leaves) or len(entries) != len(leaves):
-        yield f"{name} order files {len(entries)} entries for {len(leaves)} leaves"
-    for owner, owned in filed.items():
-        if owned != sorted(owned):
-            yield f"{name} order of {owner!r} is not sorted"
-        for stamp, number, leaf in owned:
-            if (stamp, number, owner) != (leaf.last_access_time, leaf.id, leaf.owner):
-                yield f"{name} order files node {leaf.id} of {leaf.owner!r} under {owner!r} {stamp}"
+    filed = [(owner, *entry) for owner, order in leaves.by_owner().items() for entry in order]
+    if len(filed) != len(leaves):
+        yield f"{name} order files {len(filed)} entries for {len(leaves)} leaves"
+    for owner, stamp, leaf in filed:
+        if leaf not in leaves or (owner, stamp) != (leaf.owner, leaf.last_access_time):
+            yield f"{name} order files node {leaf.id} of {leaf.owner!r} under {owner!r} {stamp}"
+    for owner, order in leaves.by_owner().items():
+        for part in (list(order.recent.values()), list(order.late)):
+            if part != sorted(part):
+                yield f"{name} order of {owner!r} is not sorted: {part[:_WORST]}"
     oldest = leaves.oldest()
     if (oldest is None) != (not leaves):
         yield f"{name} order offers {oldest} of {len(leaves)} leaves"

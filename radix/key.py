@@ -36,29 +36,37 @@ class TenantKey(RadixKey):
     __slots__ = ("owner", "public")
 
     def __init__(
-        self, token_ids: "array[int]", extra_key: str, cache_salt: str | None = None
+        self,
+        token_ids: "array[int]",
+        extra_key: str | None,
+        owner: Owner,
+        cache_salt: str | None = None,
+        is_bigram: bool = False,
+        limit: int | None = None,
+        public: int = 0,
     ) -> None:
-        super().__init__(token_ids, extra_key, cache_salt=cache_salt)
-        self.owner = _standing(extra_key)[0]
-        self.public = 0
+        super().__init__(token_ids, extra_key, is_bigram, limit, cache_salt)
+        self.owner = owner
+        self.public = public
+
+    def __len__(self) -> int:
+        if self.limit is not None:
+            return int(super().__len__())
+        count = len(self.token_ids)
+        return count - 1 if self.is_bigram and count else count
 
     def __getitem__(self, idx: int | slice) -> "TenantKey":
         if isinstance(idx, int):
             idx = slice(idx, idx + 1)
         start, stop, _ = idx.indices(len(self))
+        # Neighbouring bigrams share a token, so a run of them ends one token later.
         end = stop + 1 if self.is_bigram and stop > start else stop
-        piece = TenantKey.__new__(TenantKey)
-        piece.token_ids = self.token_ids[start:end]
-        piece.is_bigram = self.is_bigram
-        piece.limit = None
-        piece.public = self.public - start
-        if piece.public >= stop - start > 0:
-            piece.extra_key, piece.cache_salt, piece.owner = None, None, PUBLIC
-        else:
-            piece.extra_key = self.extra_key
-            piece.cache_salt = self.cache_salt
-            piece.owner = self.owner
-        return piece
+        tokens, public = self.token_ids[start:end], self.public - start
+        if public >= stop - start > 0:
+            return TenantKey(tokens, None, PUBLIC, None, self.is_bigram, None, public)
+        return TenantKey(
+            tokens, self.extra_key, self.owner, self.cache_salt, self.is_bigram, None, public
+        )
 
     def child_key_at(self, offset: int, page_size: int = 1) -> Any:
         child = super().child_key_at(offset, page_size)
@@ -74,7 +82,9 @@ class TenantKey(RadixKey):
 
     def _check_compatible(self, other: RadixKey) -> None:
         # A public run is compared with keys of every namespace, but only up to their boundary.
-        if self.public <= 0:
+        if self.public > 0:
+            return
+        if self.extra_key != other.extra_key or self.cache_salt != other.cache_salt:
             super()._check_compatible(other)
 
 
@@ -86,11 +96,12 @@ def own(key: RadixKey, prefixes: PublicPrefixes, bigram: bool = False) -> Tenant
     """
     if isinstance(key, TenantKey):
         return key
-    owned = TenantKey(key.token_ids, key.extra_key or SYSTEM_NAMESPACE, key.cache_salt)
-    owned.is_bigram = bigram or key.is_bigram
-    owned.limit = key.limit
-    if prefixes and _standing(owned.extra_key)[1]:
-        owned.public = prefixes.boundary(key.token_ids, owned.is_bigram)
+    namespace = key.extra_key or SYSTEM_NAMESPACE
+    owner, base_model = _standing(namespace)
+    bigram = bigram or key.is_bigram
+    owned = TenantKey(key.token_ids, namespace, owner, key.cache_salt, bigram, key.limit)
+    if prefixes and base_model:
+        owned.public = prefixes.boundary(key.token_ids, bigram)
         owned = owned[:] if owned.public >= len(owned) else owned
     return owned
 

@@ -1,6 +1,6 @@
 """A node of the extended tree: SGLang's, plus who owns it and what the ledger knows of it."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE, ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -10,29 +10,24 @@ from sglang_ext.types import Owner, Tier
 __all__ = ["NOTHING", "Holding", "TenantTreeNode"]
 
 
-class Holding(NamedTuple):
-    """Tokens of a node by tier; the flags say whether a lock keeps them there."""
+Holding = tuple[int, bool, int, bool]
+"""Tokens in HBM, whether locked there, tokens in CPU, whether locked there."""
 
-    hbm: int
-    hbm_locked: bool
-    cpu: int
-    cpu_locked: bool
-
-
-NOTHING = Holding(0, False, 0, False)
+NOTHING: Holding = (0, False, 0, False)
 
 
 class TenantTreeNode(UnifiedTreeNode):
     """A run of pages of one owner.
 
     ``access_ms`` is the last use on the shared clock, ``hits`` counts the requests after the first
-    whose text ran through here, ``pins`` the pins anchored here, and ``booked`` what the ledger
-    holds for it. Owner and tiers held are derived, so they cannot be wrong.
+    whose text ran through here, ``pins`` the pins anchored here, ``booked`` is what the ledger
+    holds for it, and ``device_children`` counts the children that are on the device. Owner and
+    tiers held are derived, so they cannot be wrong.
     """
 
     key: Any
 
-    __slots__ = ("access_ms", "booked", "hits", "pins")
+    __slots__ = ("access_ms", "booked", "device_children", "hits", "pins")
 
     def __init__(
         self, tree_components: tuple[ComponentType, ...], priority: int, now_ms: int
@@ -42,6 +37,7 @@ class TenantTreeNode(UnifiedTreeNode):
         self.hits = 0
         self.pins = 0
         self.booked = NOTHING
+        self.device_children = 0
 
     @property
     def owner(self) -> Owner:
@@ -59,9 +55,10 @@ class TenantTreeNode(UnifiedTreeNode):
         """Return what the node holds now. O(1)."""
         full = self.component_data[BASE_COMPONENT_TYPE]
         tokens = len(self.key)
-        return Holding(
-            0 if full.value is None else tokens,
-            full.value is not None and full.lock_ref > 0,
-            0 if full.host_value is None else tokens,
-            full.host_value is not None and full.host_lock_ref > 0,
+        on_device, on_host = full.value is not None, full.host_value is not None
+        return (
+            tokens if on_device else 0,
+            on_device and full.lock_ref > 0,
+            tokens if on_host else 0,
+            on_host and full.host_lock_ref > 0,
         )

@@ -2,22 +2,24 @@
 
     LeafOrder ── owner a: oldest leaf ... newest leaf
               └─ owner b: oldest leaf ... newest leaf
-                      └── the strategy is told each owner's oldest stamp and names the next owner
+                      └── the strategy names the owner, the owner's oldest leaf goes
 
 SGLang adds a leaf when its path is unlocked, touched, split or demoted, and discards it when it is
-locked, covered by a child or gone. Each such change costs O(log leaves), so does each victim, and
-nothing is ever rebuilt.
+locked, covered by a child or gone. Nothing is ever rebuilt: a touch makes a leaf its owner's newest
+in O(1); a leaf that joins with an older stamp, such as a parent that lost its last child, is filed
+in O(log leaves).
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush, heapreplace
 from operator import itemgetter
 from typing import Any, Protocol
 
 from sglang_ext.types import Owner
 
-__all__ = ["Leaf", "LeafOrder", "LeastRecent", "OwnerStrategy", "Recency"]
+__all__ = ["Leaf", "LeafOrder", "LeastRecent", "OwnerStrategy", "Recency", "SortedEntries"]
 
 _CHUNK = 512
 _last = itemgetter(-1)
@@ -40,42 +42,53 @@ Entry = tuple[float, int, Leaf]
 class OwnerStrategy(Protocol):
     """Decides which owner gives the next leaf of one tier."""
 
-    def update(self, owner: Owner, oldest: float | None) -> None:
-        """Take the new oldest stamp of ``owner``, None when it has no leaf left. O(log owners)."""
+    def lowered(self, owner: Owner, oldest: float) -> None:
+        """Take note that the oldest leaf of ``owner`` is now this one, older than the one before.
 
-    def first(self) -> Owner | None:
-        """Return who gives next, None when nobody may. Changes no order. O(log owners)."""
+        Called for an owner's first leaf too; when its oldest leaf leaves or is touched, ``first``
+        finds out. O(log owners).
+        """
+
+    def first(self, oldest: Callable[[Owner], float | None]) -> Owner | None:
+        """Return who gives next, None when nobody may.
+
+        ``oldest`` tells the stamp of an owner's oldest leaf, None when it has none. Amortised
+        O(log owners).
+        """
 
 
 class LeastRecent:
     """The owner of the oldest leaf of all gives next: plain LRU, whoever owns what."""
 
     def __init__(self) -> None:
-        self._oldest: dict[Owner, float] = {}
+        # One entry of the heap counts for each owner: a lower bound of its oldest stamp.
+        self._bounds: dict[Owner, float] = {}
         self._heap: list[tuple[float, Owner]] = []
 
-    def update(self, owner: Owner, oldest: float | None) -> None:
-        if oldest is None:
-            self._oldest.pop(owner, None)
-            return
-        self._oldest[owner] = oldest
+    def lowered(self, owner: Owner, oldest: float) -> None:
+        self._bounds[owner] = oldest
         heappush(self._heap, (oldest, owner))
-        # Replaced stamps stay until they surface; without a bound a hot owner would grow the heap.
-        if len(self._heap) > 64 + 4 * len(self._oldest):
-            self._heap = [(stamp, name) for name, stamp in self._oldest.items()]
-            heapify(self._heap)
 
-    def first(self) -> Owner | None:
+    def first(self, oldest: Callable[[Owner], float | None]) -> Owner | None:
         heap = self._heap
         while heap:
-            stamp, owner = heap[0]
-            if self._oldest.get(owner) == stamp:
+            bound, owner = heap[0]
+            if self._bounds.get(owner) != bound:
+                heappop(heap)
+                continue
+            now = oldest(owner)
+            if now == bound:
                 return owner
-            heappop(heap)
+            if now is None:
+                heappop(heap)
+                del self._bounds[owner]
+            else:
+                self._bounds[owner] = now
+                heapreplace(heap, (now, owner))
         return None
 
 
-class Recency:
+class SortedEntries:
     """A sorted list of entries in chunks, so that neither end nor middle costs O(n) moves."""
 
     __slots__ = ("_chunks",)
@@ -91,35 +104,91 @@ class Recency:
             yield from chunk
 
     def oldest(self) -> Entry:
-        """Return the first entry; the order must not be empty. O(1)."""
+        """Return the first entry; there must be one. O(1)."""
         return self._chunks[0][0]
 
     def add(self, entry: Entry) -> None:
-        """File an entry that is not in the order. O(1) when it is the newest, else O(log n)."""
+        """File an entry that is not there. O(log n)."""
         chunks = self._chunks
-        if not chunks:
+        index = min(bisect_left(chunks, entry, key=_last), len(chunks) - 1)
+        if index < 0:
             chunks.append([entry])
             return
-        index = len(chunks) - 1
         chunk = chunks[index]
-        if entry > chunk[-1]:
-            chunk.append(entry)
-        else:
-            index = bisect_left(chunks, entry, key=_last)
-            chunk = chunks[index]
-            chunk.insert(bisect_left(chunk, entry), entry)
+        chunk.insert(bisect_left(chunk, entry), entry)
         if len(chunk) > 2 * _CHUNK:
             chunks.insert(index + 1, chunk[_CHUNK:])
             del chunk[_CHUNK:]
 
     def remove(self, entry: Entry) -> None:
-        """Take out an entry that is in the order. O(log n)."""
+        """Take out an entry that is there. O(log n)."""
         chunks = self._chunks
         index = bisect_left(chunks, entry, key=_last)
         chunk = chunks[index]
         del chunk[bisect_left(chunk, entry)]
         if not chunk:
             del chunks[index]
+
+
+class Recency:
+    """The leaves of one owner, oldest first.
+
+    ``recent`` grows at its end only, which is where touched and new leaves belong; ``late`` holds
+    the few that joined with a stamp older than that end.
+    """
+
+    __slots__ = ("_filed", "late", "newest", "recent")
+
+    def __init__(self) -> None:
+        self.recent: OrderedDict[Leaf, float] = OrderedDict()
+        self.late = SortedEntries()
+        self._filed: dict[Leaf, Entry] = {}
+        self.newest = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.recent or self._filed)
+
+    def __iter__(self) -> Iterator[tuple[float, Leaf]]:
+        for leaf, stamp in self.recent.items():
+            yield stamp, leaf
+        for stamp, _, leaf in self.late:
+            yield stamp, leaf
+
+    def stamp(self, leaf: Leaf) -> float:
+        """Return the stamp that ``leaf`` is filed under. O(1)."""
+        stamp = self.recent.get(leaf)
+        return self._filed[leaf][0] if stamp is None else stamp
+
+    def add(self, leaf: Leaf, stamp: float) -> None:
+        """File a leaf that is not there. O(1) for the newest, else O(log n)."""
+        if stamp >= self.newest:
+            self.newest = self.recent[leaf] = stamp
+        else:
+            entry = self._filed[leaf] = (stamp, leaf.id, leaf)
+            self.late.add(entry)
+
+    def touch(self, leaf: Leaf, stamp: float) -> None:
+        """File a leaf that is there under a stamp newer than all others. O(1) if it was recent."""
+        if leaf in self.recent:
+            self.recent.move_to_end(leaf)
+        else:
+            self.remove(leaf)
+        self.newest = self.recent[leaf] = stamp
+
+    def remove(self, leaf: Leaf) -> None:
+        """Take out a leaf that is there. O(1), O(log n) for one that joined late."""
+        if self.recent.pop(leaf, None) is None:
+            self.late.remove(self._filed.pop(leaf))
+
+    def oldest(self) -> tuple[float, Leaf]:
+        """Return the leaf that goes first and its stamp; there must be one. O(1)."""
+        if self.recent:
+            leaf = next(iter(self.recent))
+            stamp = self.recent[leaf]
+            if not self._filed or stamp <= self.late.oldest()[0]:
+                return stamp, leaf
+        stamp, _, leaf = self.late.oldest()
+        return stamp, leaf
 
 
 class LeafOrder(set[Any]):
@@ -132,43 +201,48 @@ class LeafOrder(set[Any]):
     def __init__(self, strategy: OwnerStrategy) -> None:
         super().__init__()
         self.strategy = strategy
-        self._entries: dict[Leaf, Entry] = {}
         self._owners: dict[Owner, Recency] = {}
 
     def add(self, leaf: Leaf) -> None:
-        filed = self._entries.get(leaf)
-        if filed is not None:
-            if filed[0] == leaf.last_access_time:
-                return
-            self.discard(leaf)
-        entry = self._entries[leaf] = (leaf.last_access_time, leaf.id, leaf)
-        super().add(leaf)
-        order = self._owners.get(leaf.owner)
+        owner, stamp = leaf.owner, float(leaf.last_access_time)
+        order = self._owners.get(owner)
         if order is None:
-            order = self._owners[leaf.owner] = Recency()
-        order.add(entry)
-        if order.oldest() is entry:
-            self.strategy.update(leaf.owner, entry[0])
+            order = self._owners[owner] = Recency()
+        if leaf in self:
+            if order.stamp(leaf) == stamp:
+                return
+            order.remove(leaf)
+        else:
+            set.add(self, leaf)
+        lowers = not order or (stamp < order.newest and stamp < order.oldest()[0])
+        order.add(leaf, stamp)
+        if lowers:
+            self.strategy.lowered(owner, stamp)
+
+    def touch(self, leaf: Leaf) -> None:
+        """File a leaf again that was just touched; nothing for a node that may not go."""
+        if leaf in self:
+            self._owners[leaf.owner].touch(leaf, float(leaf.last_access_time))
 
     def discard(self, leaf: Any) -> None:
-        entry = self._entries.pop(leaf, None)
-        if entry is None:
+        if leaf not in self:
             return
-        super().discard(leaf)
-        order = self._owners[leaf.owner]
-        was_oldest = order.oldest() is entry
-        order.remove(entry)
+        set.discard(self, leaf)
+        owner = leaf.owner
+        order = self._owners[owner]
+        order.remove(leaf)
         if not order:
-            del self._owners[leaf.owner]
-            self.strategy.update(leaf.owner, None)
-        elif was_oldest:
-            self.strategy.update(leaf.owner, order.oldest()[0])
+            del self._owners[owner]
 
     def oldest(self) -> Any | None:
-        """Return the leaf that goes next, None when none may. O(log owners)."""
-        owner = self.strategy.first()
-        return None if owner is None else self._owners[owner].oldest()[2]
+        """Return the leaf that goes next, None when none may. Amortised O(log owners)."""
+        owner = self.strategy.first(self._oldest_stamp)
+        return None if owner is None else self._owners[owner].oldest()[1]
 
-    def by_owner(self) -> dict[Owner, list[Entry]]:
-        """Return every owner's entries, oldest first. A copy for checks and dumps, O(leaves)."""
-        return {owner: list(order) for owner, order in self._owners.items()}
+    def _oldest_stamp(self, owner: Owner) -> float | None:
+        order = self._owners.get(owner)
+        return None if order is None else order.oldest()[0]
+
+    def by_owner(self) -> dict[Owner, Recency]:
+        """Return each owner's order, to be read only."""
+        return dict(self._owners)

@@ -114,7 +114,7 @@ class TenantTreeCore(UnifiedTreeCore):
         super()._insert_commit_step(state)
         state.result.prefix_len = matched
         # A component may have stamped the node once more.
-        self._file(state.target_node)
+        self.evictable_device_leaves.touch(state.target_node)
 
     def _insert_public_run(self, state: Any, public: int) -> None:
         start, end = state.total_prefix_length, state.total_prefix_length + public
@@ -173,38 +173,38 @@ class TenantTreeCore(UnifiedTreeCore):
         touched, stamp, access_ms = self._touched
         if touched is not child:
             stamp, access_ms = child.last_access_time, child.access_ms
+        on_device = child.booked[0] > 0
+        child.parent.device_children -= on_device
         node, action = super()._split_node(key, child, split_len)
         node.access_ms, node.hits = child.access_ms, child.hits
+        node.device_children = int(on_device)
         child.last_access_time, child.access_ms = stamp, access_ms
-        self._file(child)
+        self._update_evictable_leaf_sets(node)
+        self._update_evictable_leaf_sets(child)
         return node, action
 
     # ---- recency
 
-    def _match_post_processor(self, *args: Any, **kwargs: Any) -> MatchResult:
-        result = super()._match_post_processor(*args, **kwargs)
-        _, _, deepest, deepest_on_device = args[:4]
-        now, node = self.clock.now_ms, deepest
+    def _match_post_processor(
+        self, params: Any, value: Any, best: Any, best_on_device: Any, *args: Any, **kwargs: Any
+    ) -> MatchResult:
+        result = super()._match_post_processor(params, value, best, best_on_device, *args, **kwargs)
+        now, node = self.clock.now_ms, best
         while node is not None:
             node.access_ms = now
             node = node.parent
         # Of the nodes on one path, only these two can be leaves of a tier.
-        self._file(deepest)
-        self._file(deepest_on_device)
+        self.evictable_device_leaves.touch(best_on_device)
+        if best is not best_on_device:
+            self.evictable_host_leaves.touch(best)
         return result
 
     def _touch_node(self, node: Any) -> None:
         self._touched = (node, node.last_access_time, node.access_ms)
         super()._touch_node(node)
         node.access_ms = self.clock.now_ms
-        self._file(node)
-
-    def _file(self, node: Any) -> None:
-        """File a leaf again under its present stamp; nothing for other nodes."""
-        if node in self.evictable_device_leaves:
-            self.evictable_device_leaves.add(node)
-        elif node in self.evictable_host_leaves:
-            self.evictable_host_leaves.add(node)
+        self.evictable_device_leaves.touch(node)
+        self.evictable_host_leaves.touch(node)
 
     def _finish_insert_walk_node(self, state: Any, node: Any, prefix_len: int) -> None:
         if state.total_prefix_length + prefix_len > state.params.inserted_len:
@@ -225,29 +225,54 @@ class TenantTreeCore(UnifiedTreeCore):
         node.pins -= 1
         self.dec_full_pin(node_id)
 
-    # ---- ledger
+    # ---- ledger and leaves
 
     def book(self, node: TenantTreeNode) -> None:
         """Bring the ledger up to date with one node. Idempotent, O(1)."""
-        self._settle(node, node.holding())
+        now = node.holding()
+        if now != node.booked:
+            self._settle(node, now)
 
     def _settle(self, node: TenantTreeNode, now: Holding) -> None:
         was, node.booked = node.booked, now
-        if now == was:
-            return
-        for tier, before, locked_before, after, locked in (
-            (Tier.HBM, *was[:2], *now[:2]),
-            (Tier.CPU, *was[2:], *now[2:]),
-        ):
-            free = after * (not locked) - before * (not locked_before)
-            kept = after * locked - before * locked_before
-            if free or kept:
-                self.ledger.book(node.owner, tier, free, kept)
+        self._settle_tier(node, Tier.HBM, was[:2], now[:2])
+        self._settle_tier(node, Tier.CPU, was[2:], now[2:])
+        node.parent.device_children += (now[0] > 0) - (was[0] > 0)
+
+    def _settle_tier(
+        self, node: TenantTreeNode, tier: Tier, was: tuple[int, bool], now: tuple[int, bool]
+    ) -> None:
+        if was != now:
+            (before, was_locked), (after, locked) = was, now
+            free = (0 if locked else after) - (0 if was_locked else before)
+            self.ledger.book(node.owner, tier, free, after - before - free)
 
     def _update_evictable_leaf_sets(self, node: TenantTreeNode) -> None:
-        super()._update_evictable_leaf_sets(node)
-        if node is not self.root_node:
-            self.book(node)
+        """Do what SGLang does, with fewer questions, and book the node: all that changes passes."""
+        if node is self.root_node:
+            return
+        self.book(node)
+        if self._is_device_leaf(node):
+            self.evictable_device_leaves.add(node)
+        elif node in self.evictable_device_leaves:
+            self.evictable_device_leaves.discard(node)
+        if self._is_host_leaf(node):
+            self.evictable_host_leaves.add(node)
+        elif node in self.evictable_host_leaves:
+            self.evictable_host_leaves.discard(node)
+
+    def _is_device_leaf(self, node: TenantTreeNode) -> bool:
+        """Answer as SGLang does, in O(1): it asks every child, we count the children there."""
+        full = node.component_data[_FULL]
+        if full.value is None or full.lock_ref or node.device_children:
+            return False
+        return node is not self.root_node
+
+    def _is_host_leaf(self, node: TenantTreeNode) -> bool:
+        """Answer as SGLang does; most nodes fail the first question."""
+        if node.children or node.component_data[_FULL].value is not None:
+            return False
+        return bool(super()._is_host_leaf(node))
 
     def _unregister_node(self, node: TenantTreeNode) -> None:
         super()._unregister_node(node)
