@@ -135,9 +135,13 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 def main() -> int:
     """Run every case and return the exit status."""
-    options = arguments("bench_cpu_attention", __doc__ or "").parse_args()
+    parser = arguments("bench_cpu_attention", __doc__ or "")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     report = Report("Attention, milliseconds a layer")
+    report.figures["threads"] = options.threads
     for case in CASES:
         runs = list(measure(case, rounds=6 if options.quick else 25))
         report.runs.extend(runs)

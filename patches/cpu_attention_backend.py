@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_ext.errors import UnsupportedError
+from sglang_ext.patches.cpu_attention_kernel import DecodeKernel, load_kernel
 from sglang_ext.patches.cpu_attention_meta import Reach, Slots, Step
 from sglang_ext.patches.cpu_attention_ops import (
     Scoring,
@@ -42,6 +43,7 @@ class CpuAttentionBackend(AttentionBackend):
         self._latent = bool(runner.use_mla_backend)
         self._sliding = isinstance(self._pool, SWAKVPool) and self._pool.swa_layer_nums > 0
         self._sliding_loc: torch.Tensor | None = None
+        self._kernel = load_kernel()
         self.forward_metadata = None
 
     def support_triton(self) -> bool:
@@ -97,13 +99,37 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attend one new token of every request; returns ``[batch, heads * value_width]``."""
         query, output = self._start(q, k, v, layer, forward_batch, save_kv_cache, options)
+        keys = self._pool.get_key_buffer(layer.layer_id)
+        if self._kernel is not None and self._kernel.takes(keys, layer.v_head_dim):
+            self._walk(self._kernel, query, keys, layer, output)
+        else:
+            self._gather_and_attend(query, layer, output)
+        return self._finish(output, layer)
+
+    def _walk(
+        self,
+        kernel: DecodeKernel,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        layer: RadixAttention,
+        output: torch.Tensor,
+    ) -> None:
+        """Decode by the kernel, which reads pages where they lie."""
+        latent = keys[..., : layer.v_head_dim]
+        values = latent if self._latent else self._pool.get_value_buffer(layer.layer_id)
+        slots = self._step().ragged(self._reach(layer))
+        output.copy_(kernel.attend(query, keys, values, slots, _scoring(layer)))
+
+    def _gather_and_attend(
+        self, query: torch.Tensor, layer: RadixAttention, output: torch.Tensor
+    ) -> None:
+        """Decode in plain torch, requests of like length together."""
         groups = self._step().decode(self._reach(layer))
-        scoring = _scoring(layer)
         reads = self._reads(layer, [group.slots for group in groups])
         for group, (keys, values) in zip(groups, reads, strict=True):
-            attended = attend_decode(query[group.requests], keys, values, group, scoring)
+            rows = query[group.requests]
+            attended = attend_decode(rows, keys, values, group, _scoring(layer))
             output[group.requests] = attended[..., : layer.v_head_dim]
-        return self._finish(output, layer)
 
     def _start(
         self,

@@ -10,6 +10,7 @@ reach is laid out when the first layer asks for it; the other layers find it the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "ExtendPlan",
     "ExtendRun",
     "Reach",
+    "SlotList",
     "Slots",
     "Step",
     "group_by_length",
@@ -68,6 +70,17 @@ class DecodeGroup:
     requests: torch.Tensor
     slots: Slots
     bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SlotList:
+    """The slots of a whole decode batch, request by request, with nothing filled up.
+
+    ``slots``: int32, those of request i in ``[starts[i], starts[i + 1])``. ``starts``: int64.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,7 @@ class Step:
         self._cached = cached
         self._dtype = dtype
         self._translate = translate
+        self._lists: dict[Reach, SlotList] = {}
         self._groups: dict[Reach, list[DecodeGroup]] = {}
         self._plans: dict[Reach, ExtendPlan] = {}
 
@@ -178,6 +192,19 @@ class Step:
             groups = group_by_length(visible)
             self._groups[reach] = [self._group(group, visible, reach) for group in groups]
         return self._groups[reach]
+
+    def ragged(self, reach: Reach) -> SlotList:
+        """Return the slots of this decode step under ``reach``, for a kernel that walks pages."""
+        if reach not in self._lists:
+            visible = [_visible(length - 1, reach.window) + 1 for length in self._lengths]
+            lines = self._lines.tolist()
+            parts = [
+                self._table[line, length - count : length]
+                for line, length, count in zip(lines, self._lengths, visible, strict=True)
+            ]
+            slots = self._translated(torch.cat(parts), reach).int()
+            self._lists[reach] = SlotList(slots, torch.tensor([0, *accumulate(visible)]))
+        return self._lists[reach]
 
     def extend(self, reach: Reach) -> ExtendPlan:
         """Return the runs of this extend step under ``reach``."""
@@ -214,11 +241,13 @@ class Step:
         return ExtendRun(begin, end, before, self._slots(slots, reach), plain)
 
     def _slots(self, slots: torch.Tensor, reach: Reach) -> Slots:
-        slots = slots.long()
-        if reach.sliding_pool:
-            assert self._translate is not None, "no sliding-window pool was named"
-            slots = self._translate(slots).long()
-        return Slots(slots)
+        return Slots(self._translated(slots, reach).long())
+
+    def _translated(self, slots: torch.Tensor, reach: Reach) -> torch.Tensor:
+        if not reach.sliding_pool:
+            return slots
+        assert self._translate is not None, "no sliding-window pool was named"
+        return self._translate(slots.long())
 
 
 def _visible(before: int, window: int) -> int:

@@ -1,0 +1,278 @@
+// Decode attention that walks a request's pages in the KV pool instead of gathering them first.
+//
+// A task is one chunk of one request's keys, for all heads: it reads every key and every value once,
+// in the order in which they lie in memory. The chunks of a request are then merged by their maxima.
+// Scores, weights and sums are float32. Needs AVX-512; elsewhere the torch code serves.
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int64_t CHUNK = 64;  // keys of a task: few enough that they stay in the cache
+constexpr int64_t LANES = 16;  // every width is a multiple of this
+constexpr int64_t TILE = 4;    // vectors of a row, and heads, that are held in registers at once
+
+struct Shape {
+  int64_t requests, heads, kv_heads, width, value_width, key_stride, value_stride, threads;
+  float scale, soft_cap;
+};
+
+// One overload for each type of page: sixteen stored numbers, widened to float32.
+__m512 load(const float* stored) { return _mm512_loadu_ps(stored); }
+
+struct Bf16 { uint16_t bits; };
+__m512 load(const Bf16* stored) {
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(stored));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16));
+}
+
+// The exponent and mantissa of an FP8 number, moved to where float32 keeps its own, are right but
+// for the bias, subnormal numbers included. The codes of NaN and infinity come out finite.
+template <int SHIFT>
+__m512 widen_fp8(const uint8_t* stored, float bias) {
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored));
+  const __m512i wide = _mm512_cvtepu8_epi32(codes);
+  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(wide, _mm512_set1_epi32(0x80)), 24);
+  const __m512i size = _mm512_slli_epi32(_mm512_and_si512(wide, _mm512_set1_epi32(0x7f)), SHIFT);
+  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(sign, size)), _mm512_set1_ps(bias));
+}
+
+struct E4m3 { uint8_t bits; };
+__m512 load(const E4m3* stored) { return widen_fp8<20>(&stored->bits, 0x1p120f); }
+
+struct E5m2 { uint8_t bits; };
+__m512 load(const E5m2* stored) { return widen_fp8<21>(&stored->bits, 0x1p112f); }
+
+// e^x for -87 < x < 87, to 2e-7 relative; libm's own is not vectorised under strict rules.
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : (x > 87.0f ? 87.0f : x);
+  const float scaled = x * 1.44269504f;
+  const int32_t whole = int32_t(scaled + (scaled < 0 ? -0.5f : 0.5f));
+  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  float sum = 1.9875691e-4f;
+  sum = sum * rest + 1.3981999e-3f;
+  sum = sum * rest + 8.3334519e-3f;
+  sum = sum * rest + 4.1665796e-2f;
+  sum = sum * rest + 1.6666666e-1f;
+  sum = sum * rest + 5.0000001e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  const uint32_t power = uint32_t(whole + 127) << 23;
+  float factor;
+  std::memcpy(&factor, &power, sizeof factor);
+  return sum * factor;
+}
+
+inline float capped(float x, float cap) {
+  return cap * (1.0f - 2.0f / (exponential(2.0f * x / cap) + 1.0f));
+}
+
+// One KV head's rows (or some columns of them) of the keys, or values, that a task reads.
+template <typename T>
+struct Rows {
+  const T* base;
+  const int32_t* slots;
+  int64_t stride, count;
+  bool more;  // whether another CHUNK of slots follows
+
+  const T* at(int64_t key) const { return base + slots[key] * stride; }
+
+  // Pages lie scattered, where the processor cannot guess them: ask for the next task's in time.
+  template <int VECTORS>
+  void ask_ahead(int64_t key) const {
+    if (!more) return;
+    const char* row = reinterpret_cast<const char*>(at(key + CHUNK));
+    constexpr int64_t bytes = VECTORS * LANES * sizeof(T);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+  }
+};
+
+// scores[head][key] += query . key over VECTORS vectors of columns, for HEADS heads.
+template <int HEADS, int VECTORS, typename T>
+void score(const float* query, int64_t width, const Rows<T>& rows, float* scores) {
+  __m512 held[HEADS][VECTORS];
+  for (int h = 0; h < HEADS; ++h) {
+    for (int i = 0; i < VECTORS; ++i) held[h][i] = load(query + h * width + i * LANES);
+  }
+  for (int64_t key = 0; key < rows.count; ++key) {
+    rows.template ask_ahead<VECTORS>(key);
+    __m512 sums[HEADS];
+    for (int h = 0; h < HEADS; ++h) sums[h] = _mm512_setzero_ps();
+    for (int i = 0; i < VECTORS; ++i) {
+      const __m512 stored = load(rows.at(key) + i * LANES);
+      for (int h = 0; h < HEADS; ++h) sums[h] = _mm512_fmadd_ps(held[h][i], stored, sums[h]);
+    }
+    for (int h = 0; h < HEADS; ++h) scores[h * CHUNK + key] += _mm512_reduce_add_ps(sums[h]);
+  }
+}
+
+// sums[head] = weights . values over VECTORS vectors of columns, for HEADS heads.
+template <int HEADS, int VECTORS, typename T>
+void blend(const float* weights, int64_t width, const Rows<T>& rows, float* sums) {
+  __m512 held[HEADS][VECTORS];
+  for (int h = 0; h < HEADS; ++h) {
+    for (int i = 0; i < VECTORS; ++i) held[h][i] = _mm512_setzero_ps();
+  }
+  for (int64_t key = 0; key < rows.count; ++key) {
+    rows.template ask_ahead<VECTORS>(key);
+    for (int i = 0; i < VECTORS; ++i) {
+      const __m512 stored = load(rows.at(key) + i * LANES);
+      for (int h = 0; h < HEADS; ++h) {
+        const __m512 weight = _mm512_set1_ps(weights[h * CHUNK + key]);
+        held[h][i] = _mm512_fmadd_ps(weight, stored, held[h][i]);
+      }
+    }
+  }
+  for (int h = 0; h < HEADS; ++h) {
+    for (int i = 0; i < VECTORS; ++i) _mm512_storeu_ps(sums + h * width + i * LANES, held[h][i]);
+  }
+}
+
+// Calls `work` with the number of heads and vectors as constants, tile by tile.
+template <typename Work>
+void tiled(int64_t heads, int64_t width, Work work) {
+  for (int64_t head = 0; head < heads;) {
+    const int64_t some = heads - head < TILE ? heads - head : TILE;
+    for (int64_t column = 0; column < width;) {
+      const bool wide = width - column >= TILE * LANES;
+      work(some, wide, head, column);
+      column += wide ? TILE * LANES : LANES;
+    }
+    head += some;
+  }
+}
+
+#define DISPATCH(FUNCTION, HEADS, WIDE, ...)                                                      \
+  switch (HEADS) {                                                                                \
+    case 1: WIDE ? FUNCTION<1, TILE>(__VA_ARGS__) : FUNCTION<1, 1>(__VA_ARGS__); break;           \
+    case 2: WIDE ? FUNCTION<2, TILE>(__VA_ARGS__) : FUNCTION<2, 1>(__VA_ARGS__); break;           \
+    case 3: WIDE ? FUNCTION<3, TILE>(__VA_ARGS__) : FUNCTION<3, 1>(__VA_ARGS__); break;           \
+    default: WIDE ? FUNCTION<4, TILE>(__VA_ARGS__) : FUNCTION<4, 1>(__VA_ARGS__); break;          \
+  }
+
+// Turns scores into unnormalised weights; returns their maximum and sum.
+void weigh(const Shape& s, float* scores, int64_t count, float* maximum, float* total) {
+  for (int64_t key = 0; key < count; ++key) scores[key] *= s.scale;
+  if (s.soft_cap > 0) {
+    for (int64_t key = 0; key < count; ++key) scores[key] = capped(scores[key], s.soft_cap);
+  }
+  float top = scores[0];
+  for (int64_t key = 1; key < count; ++key) top = scores[key] > top ? scores[key] : top;
+  float sum = 0;
+  for (int64_t key = 0; key < count; ++key) {
+    scores[key] = exponential(scores[key] - top);
+    sum += scores[key];
+  }
+  *maximum = top;
+  *total = sum;
+}
+
+// One task: all heads of one request over the `count` keys in `slots`. A lone head of a group, and
+// the last columns of an odd width, go through narrower tiles.
+template <typename T>
+void attend(const Shape& s, const float* query, const T* keys, const T* values,
+            const int32_t* slots, int64_t count, bool more, float* scores, float* maxima,
+            float* totals, float* sums) {
+  const int64_t group = s.heads / s.kv_heads;
+  std::memset(scores, 0, sizeof(float) * s.heads * CHUNK);
+  for (int64_t kv = 0; kv < s.kv_heads; ++kv) {
+    tiled(group, s.width, [&](int64_t heads, bool wide, int64_t head, int64_t column) {
+      const int64_t first = kv * group + head;
+      const Rows<T> rows{keys + kv * s.width + column, slots, s.key_stride, count, more};
+      DISPATCH(score, heads, wide, query + first * s.width + column, s.width, rows,
+               scores + first * CHUNK);
+    });
+  }
+  for (int64_t h = 0; h < s.heads; ++h) {
+    weigh(s, scores + h * CHUNK, count, maxima + h, totals + h);
+  }
+  for (int64_t kv = 0; kv < s.kv_heads; ++kv) {
+    tiled(group, s.value_width, [&](int64_t heads, bool wide, int64_t head, int64_t column) {
+      const int64_t first = kv * group + head;
+      const Rows<T> rows{values + kv * s.value_width + column, slots, s.value_stride, count,
+                         more};
+      DISPATCH(blend, heads, wide, scores + first * CHUNK, s.value_width, rows,
+               sums + first * s.value_width + column);
+    });
+  }
+}
+
+// What a task leaves: per head the maximum, the sum of weights and the blended values.
+struct Partials {
+  std::vector<float> maxima, totals, sums;
+};
+
+void merge(const Shape& s, const Partials& p, int64_t first, int64_t last, float* output) {
+  for (int64_t head = 0; head < s.heads; ++head) {
+    float top = p.maxima[first * s.heads + head];
+    for (int64_t task = first + 1; task < last; ++task) {
+      const float other = p.maxima[task * s.heads + head];
+      top = other > top ? other : top;
+    }
+    float total = 0;
+    float* out = output + head * s.value_width;
+    std::memset(out, 0, sizeof(float) * s.value_width);
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t at = task * s.heads + head;
+      const float factor = exponential(p.maxima[at] - top);
+      total += factor * p.totals[at];
+      const float* sum = p.sums.data() + at * s.value_width;
+      for (int64_t i = 0; i < s.value_width; ++i) out[i] += factor * sum[i];
+    }
+    for (int64_t i = 0; i < s.value_width; ++i) out[i] /= total;
+  }
+}
+
+template <typename T>
+void decode(const Shape& s, const float* query, const T* keys, const T* values,
+            const int32_t* slots, const int64_t* starts, float* output) {
+  std::vector<int64_t> owners, firsts{0};
+  for (int64_t request = 0; request < s.requests; ++request) {
+    const int64_t chunks = (starts[request + 1] - starts[request] + CHUNK - 1) / CHUNK;
+    owners.insert(owners.end(), chunks, request);
+    firsts.push_back(firsts.back() + chunks);
+  }
+  const int64_t tasks = owners.size();
+  Partials p{std::vector<float>(tasks * s.heads), std::vector<float>(tasks * s.heads),
+             std::vector<float>(tasks * s.heads * s.value_width)};
+#pragma omp parallel num_threads(s.threads)
+  {
+    std::vector<float> scores(s.heads * CHUNK);
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < tasks; ++task) {
+      const int64_t request = owners[task];
+      const int64_t start = starts[request] + (task - firsts[request]) * CHUNK;
+      const int64_t left = starts[request + 1] - start;
+      const int64_t count = left < CHUNK ? left : CHUNK;
+      const bool more = start + 2 * CHUNK <= starts[s.requests];
+      attend(s, query + request * s.heads * s.width, keys, values, slots + start, count, more,
+             scores.data(), &p.maxima[task * s.heads], &p.totals[task * s.heads],
+             &p.sums[task * s.heads * s.value_width]);
+    }
+#pragma omp for
+    for (int64_t request = 0; request < s.requests; ++request) {
+      float* out = output + request * s.heads * s.value_width;
+      merge(s, p, firsts[request], firsts[request + 1], out);
+    }
+  }
+}
+
+}  // namespace
+
+// query: float32 [requests, heads, width]. keys, values: [slots, kv_heads, ...] with the given
+// strides of a slot, in elements. slots: all requests' slots in order, those of request r in
+// [starts[r], starts[r + 1]), none empty. output: float32 [requests, heads, value_width].
+#define EXPORT(NAME, TYPE)                                                                        \
+  extern "C" void decode_##NAME(const Shape* shape, const float* query, const void* keys,         \
+                                const void* values, const int32_t* slots, const int64_t* starts,  \
+                                float* output) {                                                  \
+    decode(*shape, query, static_cast<const TYPE*>(keys), static_cast<const TYPE*>(values),       \
+           slots, starts, output);                                                                \
+  }
+EXPORT(float32, float)
+EXPORT(bfloat16, Bf16)
+EXPORT(float8_e4m3fn, E4m3)
+EXPORT(float8_e5m2, E5m2)
