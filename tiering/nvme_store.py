@@ -233,6 +233,11 @@ class NvmeStore:
         """Commit the index on disk now; a kill after this costs a scan but no recency."""
         self._writer.flush()
 
+    def check_integrity(self) -> None:
+        """Assert every invariant of the books; for tests. O(slots)."""
+        with self._lock:
+            self._space.check_integrity()
+
     def close(self) -> None:
         """Finish what runs, save the index and free the folder; later calls miss.
 

@@ -144,8 +144,7 @@ def lay_out(page: memoryview, header: PageHeader) -> None:
 
 def associated_data(page: memoryview) -> bytes:
     """Return what encryption binds a body to: its header without tag and checksum."""
-    used = _used(page)
-    return bytes(page[: _CHECKSUM.start]) + bytes(page[_TAG.stop : used])
+    return bytes(page[: _CHECKSUM.start]) + bytes(page[_TAG.stop : HEADER_BYTES])
 
 
 def set_tag(page: memoryview, tag: bytes) -> None:
@@ -217,15 +216,9 @@ def read_tag(page: memoryview) -> bytes:
     return bytes(page[_TAG])
 
 
-def _used(page: memoryview) -> int:
-    used: int = _FIXED.unpack_from(page)[2]
-    return used
-
-
 def _checksum(page: memoryview, body_bytes: int) -> bytes:
     digest = xxh3_128(page[: _CHECKSUM.start])
-    digest.update(page[_TAG.start : _used(page)])
-    digest.update(page[HEADER_BYTES : HEADER_BYTES + body_bytes])
+    digest.update(page[_CHECKSUM.stop : HEADER_BYTES + body_bytes])
     return digest.digest()
 
 

@@ -90,9 +90,18 @@ class PageIndex:
         """Yield pages of ``owner`` from the least recently used on; stop before changing it."""
         yield from self._owners.get(owner, {}).items()
 
-    def oldest_unread(self, owner: Owner) -> bytes | None:
-        """Return the least recently used page that nobody reads now. O(pages being read)."""
-        return next((key for key, entry in self.oldest(owner) if not entry.readers), None)
+    def victim(self, owner: Owner) -> bytes | None:
+        """Return the least recently used page whose slot can be had now; None if there is none.
+
+        Pages that are being read, or lie in a file that refuses writes, count as used just now, so
+        that the next call need not pass them again: O(1) amortised.
+        """
+        for _ in range(len(self._owners.get(owner, ()))):
+            key, entry = next(self.oldest(owner))
+            if not entry.readers and not entry.slot[0].frozen:
+                return key
+            self._owners[owner].move_to_end(key)
+        return None
 
     def keys(self, owner: Owner) -> list[bytes]:
         """Return all keys of ``owner``. O(pages of the owner)."""

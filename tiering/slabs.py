@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 _FILES_PER_FOLDER = 1024
 _MAX_SLABS_PER_SIZE = 256
-_MIN_SLAB_BYTES = 64 * 2**20
+_MIN_SLAB_BYTES = 16 * 2**20
+_LARGEST_SHARE = 8
+"""A file that turns bad takes at most one part in so many of the cap with it."""
 _RESERVE_BYTES = 16 * 2**20
 _NAME = re.compile(r"(\d{6})-(\d+)\.slab")
 
@@ -61,7 +63,8 @@ class Slabs:
     def __init__(self, folder: Path, io: FileIO, total_bytes: int) -> None:
         self._folder = folder
         self._io = io
-        self._slab_bytes = max(_MIN_SLAB_BYTES, total_bytes // _MAX_SLABS_PER_SIZE)
+        wanted = max(_MIN_SLAB_BYTES, total_bytes // _MAX_SLABS_PER_SIZE)
+        self._slab_bytes = min(wanted, total_bytes // _LARGEST_SHARE)
         self._by_number: dict[int, Slab] = {}
         self._by_size: dict[int, list[Slab]] = defaultdict(list)
         self.ready_bytes = 0

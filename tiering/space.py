@@ -120,6 +120,25 @@ class Space:
             if not self._evict_for(None, 0):
                 break
 
+    def check_integrity(self) -> None:
+        """Assert that every slot has exactly one state and that the sums are right. O(slots)."""
+        held = [entry.slot for _, _, entry in self.index]
+        for slab in self.slabs:
+            mine = [slot for other, slot in held if other is slab]
+            stuck = [slot for number, slot in self.slabs.stuck if number == slab.number]
+            slots = sorted([*mine, *stuck, *slab.holes, *slab.ready])
+            # Slots that are being written, or read for the last time, are in no list.
+            assert len(slots) == len(set(slots)), f"two states for a slot of {slab.path}"
+            busy = self._writing.total() + self._unreleased
+            assert busy or slots == list(range(slab.slots)), f"lost slots in {slab.path}"
+        usage: Counter[Owner] = Counter()
+        for owner, _, entry in self.index:
+            usage[owner] += entry.bytes
+        assert usage == self.index.usage, (usage, self.index.usage)
+        assert self.index.total_bytes == usage.total()
+        ready = sum(len(slab.ready) * slab.slot_bytes for slab in self.slabs)
+        assert self.slabs.ready_bytes == ready, (self.slabs.ready_bytes, ready)
+
     def _take_or_evict(self, owner: Owner, slot_bytes: int) -> Slot | None:
         while True:
             room = self.caps.total_bytes - self.used_bytes
@@ -145,8 +164,8 @@ class Space:
         return any(self._evict_from(victim, slot_bytes) for victim in victims)
 
     def _evict_from(self, owner: Owner, slot_bytes: int) -> bool:
-        """Evict the least recently used page of ``owner`` that nobody reads."""
-        key = self.index.oldest_unread(owner)
+        """Evict the least recently used page of ``owner`` whose slot can be had."""
+        key = self.index.victim(owner)
         if key is None:
             return False
         slot = self._forget(owner, key).slot

@@ -18,6 +18,8 @@ from sglang_ext.types import Owner
 
 __all__ = ["Deliver", "Fill", "PageRef", "Transfers", "copy_from", "copy_into"]
 
+_STEP_S = 1e-6
+
 Fill = Callable[[int, memoryview], None]
 """(position in the batch, where the body goes): write all of it. Called from several threads."""
 
@@ -125,6 +127,8 @@ class Transfers:
         outcome = self._run(batch, jobs, timeout_s)
         for number in outcome.unbegun:
             self._end_write(jobs[number], written=False)
+        with self._lock:
+            self._use(refs, names)
         if outcome.error is not None:
             raise outcome.error
         return _scatter(results, jobs, outcome.results)
@@ -134,10 +138,10 @@ class Transfers:
         results = [False] * len(refs)
         jobs: list[_Read] = []
         names = self.names(refs, writing=False)
-        now = self._clock()
         with self._lock:
+            found = self._use(refs, names)
             for place, (ref, name) in enumerate(zip(refs, names, strict=True)):
-                entry = None if name is None else self._space.touch(ref.owner, name, now)
+                entry = found.get(place)
                 if name is not None and entry is not None:
                     entry.readers += 1
                     jobs.append(_Read(place, ref.owner, name, entry))
@@ -168,16 +172,30 @@ class Transfers:
         return outcome
 
     def _admit(self, place: int, owner: Owner, name: bytes, size: int) -> _Write | bool:
-        known = self._space.index.find(owner, name) is not None
-        if known:
-            self._space.touch(owner, name, self._clock())
-        if known or (owner, name) in self._writing:
+        if self._space.index.find(owner, name) is not None or (owner, name) in self._writing:
             return True
         slot = self._space.take(owner, round_up(HEADER_BYTES + size))
         if slot is None:
             return False
         job = self._writing[owner, name] = _Write(place, owner, name, size, slot)
         return job
+
+    def _use(self, refs: Sequence[PageRef], names: Sequence[bytes | None]) -> dict[int, Entry]:
+        """Mark pages as used, the last of the batch as the least recently used one.
+
+        A batch is a path of the tree: a page is worth nothing without those before it, so the far
+        end must leave first. The times differ too, so that a restart keeps the order.
+        """
+        now = self._clock()
+        found = {}
+        for place in reversed(range(len(refs))):
+            name = names[place]
+            if name is None:
+                continue
+            entry = self._space.touch(refs[place].owner, name, now - place * _STEP_S)
+            if entry is not None:
+                found[place] = entry
+        return found
 
     def _write(self, batch: Batch, job: _Write, fill: Fill) -> bool:
         slab, slot = job.slot
@@ -209,7 +227,8 @@ class Transfers:
         with self._lock:
             del self._writing[job.owner, job.name]
             if written and not job.cancelled:
-                self._space.publish(job.owner, job.name, job.slot, self._clock())
+                now = self._clock() - job.position * _STEP_S
+                self._space.publish(job.owner, job.name, job.slot, now)
                 self._counters.add("stored")
                 self._counters.add("stored_bytes", job.size)
             else:
