@@ -6,7 +6,7 @@ the engine uses to tell requests apart, and take it out of what goes back to the
 
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing
 from contextvars import Context
 from typing import Any, Protocol
 
@@ -44,13 +44,14 @@ def identity_hooks(observer: RequestObserver) -> list[Hook]:
         identity = current_identity.get()
         # The loop that handles every tenant's outputs must not inherit this tenant's context.
         Context().run(manager.auto_create_handle_loop)
-        with observer.request(identity.tenant) as observe:
+        async with AsyncExitStack() as stack:
+            observe = stack.enter_context(observer.request(identity.tenant))
             apply_identity(obj, identity)
-            async with aclosing(original(manager, obj, request)) as outputs:
-                async for output in outputs:
-                    observe(output)
-                    unscope_output(output, identity)
-                    yield output
+            outputs = aclosing(original(manager, obj, request))
+            async for output in await stack.enter_async_context(outputs):
+                observe(output)
+                unscope_output(output, identity)
+                yield output
 
     return [
         Hook(f"{_MANAGER}.generate_request", generate_request, ("self", "obj", "request")),

@@ -1,0 +1,51 @@
+# Everything a newcomer and the CI need. `make help` lists it.
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PORT ?= 30000
+POLICY ?= examples/tenants.yaml
+
+.PHONY: help install serve lint types unit serving test bench-quick clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## Make .venv with SGLang and this package (11 GB, about 4 minutes)
+
+$(STAMP): pyproject.toml setup.py
+	@echo "== installing SGLang and sglang-ext into $(VENV): about 4 minutes, 11 GB"
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off -e '.[dev]' \
+		| grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c1-160
+	touch $@
+
+serve: $(STAMP) ## Serve the demo model to the tenants of examples/tenants.yaml
+	@$(VENV)/bin/sglang-ext demo-model >/dev/null
+	@$(PYTHON) examples/curl_lines.py $(POLICY) $(PORT)
+	exec $(PYTHON) -m sglang_ext.launch_server --tenant-policy $(POLICY) --host 127.0.0.1 --port $(PORT)
+
+lint: $(STAMP) ## Check style and format
+	$(VENV)/bin/ruff check --output-format=concise .
+	$(VENV)/bin/ruff format --check .
+
+types: $(STAMP) ## Check types
+	$(VENV)/bin/mypy -p sglang_ext
+
+unit: $(STAMP) ## Tests that start no server
+	$(PYTHON) -m pytest -m "not serving" --durations 10
+
+serving: $(STAMP) ## Tests against the real server
+	$(PYTHON) -m pytest -m serving --durations 10
+
+test: lint types ## All checks and all tests
+	$(PYTHON) -m pytest --durations 15
+
+bench-quick: $(STAMP) ## Every benchmark, under a minute each, results into build/
+	for script in benchmarks/bench_*.py; do \
+		$(PYTHON) $$script --quick --json build/$$(basename $$script .py).json || true; done
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
