@@ -86,14 +86,21 @@ class TenantAuth:
         return self._keys.lookup(key)
 
     def _is_open(self, scope: Scope, access: Access) -> bool:
-        # A browser's preflight carries no key and reaches no handler.
-        if scope.get("method") == "OPTIONS" or access is Access.OPEN:
+        if access is Access.OPEN or _is_preflight(scope):
             return True
         return access is Access.METRICS and self._metrics_open
 
 
 def _identities(policy: Policy) -> Mapping[str, Identity]:
     return {name: Identity(tenant.name, tenant.owner) for name, tenant in policy.tenants.items()}
+
+
+def _is_preflight(scope: Scope) -> bool:
+    """Tell whether SGLang's CORS middleware will answer, before any route, as it does a browser's
+    preflight, which carries no key. Another OPTIONS goes on to the route: to the metrics, say."""
+    names = {name.lower() for name, _ in scope["headers"]}
+    needed = {b"origin", b"access-control-request-method"}
+    return scope.get("method") == "OPTIONS" and needed <= names
 
 
 def _path(scope: Scope) -> str:
