@@ -46,6 +46,8 @@ _RESERVED_NAMES = frozenset({"system", "other", "reject"})
 """The built-in tenant, the metrics' label for the rest, and a value of ``unknown_key``."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NOT_A_NAME = (KEY_PREFIX, "HEALTH_CHECK")
+"""Beginnings of a key, and of the request ids that SGLang drops when it is busy."""
 _NAME_EXPECTED = "a name of 1 to 64 letters, digits, dots, dashes and underscores"
 _TOP = re.compile(r"top ([1-9][0-9]{0,3})")
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -143,7 +145,7 @@ def duration(value: object, path: str) -> float:
 
 def name(value: object, path: str) -> str:
     """The name of a tenant, a group or a public prefix."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value) or value.startswith(KEY_PREFIX):
+    if not isinstance(value, str) or not _NAME.fullmatch(value) or value.startswith(_NOT_A_NAME):
         raise wrong(path, value, _NAME_EXPECTED)
     if value in _RESERVED_NAMES:
         raise wrong(

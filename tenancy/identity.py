@@ -38,7 +38,22 @@ _OPERATOR_FIELDS = (
     "http_worker_ipc",
     "kv_hints",
     "lora_id",
+    # SGLang believes these hashes, and its cache of image embeddings is one for all tenants.
+    "mm_hashes",
+    "need_wait_for_mm_inputs",
+    "num_items_assigned",
+    "encoder_urls",
 )
+# Tensors that SGLang's own code puts in; a client can only send something else.
+_TENSOR_FIELDS = ("positional_embed_overrides", "embed_overrides")
+# SGLang passes these on unchecked, and the scheduler of all tenants ends on a wrong type.
+_SESSION_PARAMS = {
+    "id": str,
+    "rid": str,
+    "offset": int,
+    "replace": bool,
+    "drop_previous_output": bool,
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,11 @@ def apply_identity(request: Any, identity: Identity) -> None:
     for name in _OPERATOR_FIELDS:
         if getattr(request, name, None) is not None:
             setattr(request, name, None)
+    if identity.id_prefix:
+        request.log_metrics = True
+    for name in _TENSOR_FIELDS:
+        if _is_json(getattr(request, name, None)):
+            setattr(request, name, None)
     if hasattr(request, "extra_key"):
         request.extra_key = _framed(request.extra_key, identity)
     elif identity.no_store:
@@ -129,7 +149,9 @@ def _embedding_parts(request: Any) -> list[Any] | None:
 
 def _scoped_rid(rid: Any, identity: Identity) -> Any:
     if isinstance(rid, list):
-        return [identity.scope(_text("rid", item)) for item in rid]
+        return [_scoped_rid(_text("rid", item), identity) for item in rid]
+    if not identity.id_prefix and "/" in _text("rid", rid):
+        raise ValueError("a request id of the operator may not contain '/': it would be a tenant's")
     return identity.scope(_text("rid", rid))
 
 
@@ -143,11 +165,30 @@ def _framed(client_key: Any, identity: Identity) -> Any:
 def _scope_session(request: Any, identity: Identity) -> None:
     if getattr(request, "session_id", None) is not None:
         request.session_id = identity.scope(_text("session_id", request.session_id))
-    params = getattr(request, "session_params", None)
-    if isinstance(params, dict):
-        ids = {name: params[name] for name in ("id", "rid") if params.get(name) is not None}
-        scoped = {name: identity.scope(_text(name, value)) for name, value in ids.items()}
+    if getattr(request, "session_params", None) is not None:
+        params = _checked_session(request.session_params)
+        scoped = {name: identity.scope(params[name]) for name in ("id", "rid") if name in params}
         request.session_params = {**params, **scoped}
+
+
+def _checked_session(params: Any) -> dict[str, Any]:
+    """Return the session parameters that are set, each of the type that SGLang declares."""
+    if not isinstance(params, dict):
+        raise ValueError(f"session_params should be an object, got {type(params).__name__}")
+    given = {name: value for name, value in params.items() if value is not None}
+    for name, value in given.items():
+        expected = _SESSION_PARAMS.get(name)
+        if expected is None:
+            raise ValueError(f"session_params has no field {name!r}")
+        if type(value) is not expected:
+            raise ValueError(f"session_params.{name} should be of type {expected.__name__}")
+    return given
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, (dict, str, int, float))
 
 
 def _text(name: str, value: Any) -> str:

@@ -26,6 +26,7 @@ class Dialect(StrEnum):
 
 
 _OPEN = frozenset({"/health", "/health_generate", "/ready", "/ping"})
+# Not /vertex_generate: SGLang does not check its fields, and a wrong one ends the scheduler.
 _TENANT = frozenset(
     {
         "/generate",
@@ -41,7 +42,6 @@ _TENANT = frozenset(
         "/tokenize",
         "/detokenize",
         "/invocations",
-        "/vertex_generate",
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
