@@ -6,11 +6,14 @@ key, and a random word for a request that must leave nothing behind): all length
 whatever follows is the LoRA id. The client's ``cache_salt`` stays in SGLang's own field beside it.
 """
 
+import re
 from typing import NamedTuple
 
 from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId
 
 __all__ = ["SYSTEM_OWNER", "Namespace", "frame", "is_framed", "parse", "tenant_owner"]
+
+_LENGTH = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class Namespace(NamedTuple):
@@ -63,8 +66,8 @@ def _parse(extra_key: str) -> Namespace | None:
 
 
 def _field(text: str) -> tuple[str | None, str]:
-    """Split ``<length>:<value><rest>``; (None, text) when ``text`` is not of that form."""
-    digits, colon, rest = text.partition(":")
-    if not colon or not (digits.isascii() and digits.isdigit()) or int(digits) > len(rest):
+    """Split ``<length>:<value><rest>``; (None, text) when ``frame`` did not write ``text``."""
+    digits, _, rest = text.partition(":")
+    if not _LENGTH.fullmatch(digits) or int(digits) > len(rest):
         return None, text
     return rest[: int(digits)], rest[int(digits) :]
