@@ -11,6 +11,12 @@ __all__ = ["check_environment", "check_modes", "check_port"]
 
 _FALSE = {"", "0", "false", "no", "off"}
 
+# NGRAM is not among them: it drafts from the text of every tenant, and how fast it is tells of it.
+_OWN_DRAFTS = (
+    *(None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"),
+    *("FROZEN_KV_MTP", "DFLASH", "DSPARK", "UNO"),
+)
+
 # Field of SGLang's ServerArgs, its flag, the only values that are supported, why.
 _MODES: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("tokenizer_worker_num", "--tokenizer-worker-num", (1,), "its workers bypass tenant identity"),
@@ -21,6 +27,7 @@ _MODES: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("encoder_only", "--encoder-only", (False,), "it has no tenant identity"),
     ("disaggregation_mode", "--disaggregation-mode", ("null",), "it is not supported yet"),
     ("disable_radix_cache", "--disable-radix-cache", (False,), "tenants live in the radix cache"),
+    ("radix_cache_backend", "--radix-cache-backend", ("sglang_ext",), "sglang_ext sets it"),
     ("enable_lmcache", "--enable-lmcache", (False,), "it replaces the tenant cache"),
     ("enable_flexkv", "--enable-flexkv", (False,), "it replaces the tenant cache"),
     (
@@ -28,6 +35,24 @@ _MODES: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
         "--enable-response-store",
         (False,),
         "SGLang keeps the stored responses of all tenants in one place",
+    ),
+    (
+        "enable_custom_logit_processor",
+        "--enable-custom-logit-processor",
+        (False,),
+        "it runs code that a client sends",
+    ),
+    (
+        "speculative_algorithm",
+        "--speculative-algorithm",
+        _OWN_DRAFTS,
+        "only an algorithm that drafts without the text of other tenants is supported",
+    ),
+    (
+        "trust_mm_content_hashes",
+        "--trust-mm-content-hashes",
+        (False,),
+        "a client could name another tenant's image",
     ),
     ("api_key", "--api-key", (None,), "keys belong into the tenant policy (api_keys)"),
     ("admin_api_key", "--admin-api-key", (None,), "use admin_keys of the tenant policy"),

@@ -8,7 +8,7 @@ from sglang.srt.server_args import prepare_server_args
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 
-_MODEL = ["--model-path", "unused", "--device", "cpu"]
+_MODEL = ["--model-path", "unused", "--device", "cpu", "--radix-cache-backend", "sglang_ext"]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,10 @@ _MODEL = ["--model-path", "unused", "--device", "cpu"]
         ["--enable-lmcache"],
         ["--enable-flexkv"],
         ["--enable-response-store"],
+        ["--radix-cache-backend", "other"],
+        ["--enable-custom-logit-processor"],
+        ["--speculative-algorithm", "NGRAM"],
+        ["--trust-mm-content-hashes"],
         ["--api-key", "secret"],
         ["--admin-api-key", "secret"],
     ],
@@ -33,6 +37,12 @@ def test_mode_is_refused(flags: list[str]) -> None:
     with pytest.raises(UnsupportedError, match=flags[0]) as refusal:
         check_modes(prepare_server_args([*_MODEL, *flags]))
     assert "secret" not in str(refusal.value)
+
+
+def test_an_abbreviated_flag_is_seen() -> None:
+    """SGLang's parser takes abbreviations, which the check of the command line does not know."""
+    with pytest.raises(UnsupportedError, match="--radix-cache-backend"):
+        check_modes(prepare_server_args([*_MODEL, "--radix-cache-back", "other"]))
 
 
 def test_an_ordinary_server_is_not_refused() -> None:
