@@ -206,7 +206,7 @@ class Transfers:
             # The rest of the last block would otherwise carry bytes of another page to disk.
             page[HEADER_BYTES + job.size :] = bytes(len(page) - HEADER_BYTES - job.size)
             filled = batch.guarded(lambda: fill(job.position, body))
-            now_ms = int(self._clock() * 1000)
+            now_ms = max(0, int(self._clock() * 1000))
             if filled and self._codec.seal(page, job.owner, job.name, job.size, now_ms):
                 self._io.write(slab.fd, page, slab.offset(slot))
                 written = True

@@ -1,0 +1,122 @@
+"""Batches end at their deadline and leave the caller's memory alone afterwards."""
+
+import threading
+from pathlib import Path
+
+from sglang_ext.tiering.file_io import FileIO
+from sglang_ext.tiering.workers import Batch, Workers, measure_depth, scratch
+from tests.tiering.stores import FaultyIO
+
+LONG_S = 30.0
+
+
+def test_every_page_is_worked_on_once() -> None:
+    seen: list[int] = []
+    workers = Workers(4)
+    batch = Batch(100, lambda _, index: seen.append(index) is None)
+    workers.start(batch, 100)
+    outcome = batch.wait(LONG_S)
+    assert sorted(seen) == list(range(100))
+    assert outcome.results == [True] * 100
+    assert (outcome.late, list(outcome.unbegun), outcome.error) == (0, [], None)
+    assert workers.stop(LONG_S)
+
+
+def test_what_is_late_may_not_touch_the_callers_memory() -> None:
+    gate, ended = threading.Event(), threading.Event()
+    touched: list[int] = []
+    allowed: list[bool] = []
+
+    def work(batch: Batch, index: int) -> bool:
+        gate.wait()
+        allowed.append(batch.guarded(lambda: touched.append(index)))
+        ended.set()
+        return True
+
+    workers = Workers(1)
+    batch = Batch(3, work)
+    workers.start(batch, 3)
+    outcome = batch.wait(0.01)
+    assert outcome.results == [False] * 3
+    assert outcome.late == 3
+    gate.set()
+    assert ended.wait(LONG_S)
+    assert workers.stop(LONG_S)
+    assert touched == []
+    assert allowed == [False] * (3 - len(outcome.unbegun))
+
+
+def test_the_deadline_waits_for_a_copy_that_has_begun() -> None:
+    begun, go_on, returned = threading.Event(), threading.Event(), threading.Event()
+
+    def touch() -> None:
+        begun.set()
+        go_on.wait()
+
+    workers = Workers(1)
+    batch = Batch(1, lambda batch, _: batch.guarded(touch))
+    workers.start(batch, 1)
+    assert begun.wait(LONG_S)
+
+    def wait() -> None:
+        batch.wait(0.0)
+        returned.set()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert not returned.is_set()
+    go_on.set()
+    assert returned.wait(LONG_S)
+    waiter.join()
+    workers.stop(LONG_S)
+
+
+def test_an_error_of_the_caller_reaches_the_caller_and_no_worker_dies() -> None:
+    def work(batch: Batch, index: int) -> bool:
+        return bool(1 // index)
+
+    workers = Workers(1)
+    batch = Batch(2, work)
+    workers.start(batch, 2)
+    outcome = batch.wait(LONG_S)
+    assert isinstance(outcome.error, ZeroDivisionError)
+    assert outcome.results == [False, True]
+    again = Batch(1, lambda *_: True)
+    workers.start(again, 1)
+    assert again.wait(LONG_S).results == [True]
+    workers.stop(LONG_S)
+
+
+def test_a_stuck_worker_keeps_nobody() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def hang(batch: Batch, index: int) -> bool:
+        begun.set()
+        return gate.wait()
+
+    workers = Workers(1)
+    batch = Batch(1, hang)
+    workers.start(batch, 1)
+    assert begun.wait(LONG_S)
+    assert batch.wait(0.0).late == 1
+    assert not workers.stop(0.01)
+    gate.set()
+
+
+def test_scratch_is_aligned_and_reused() -> None:
+    first = scratch(8192)
+    assert len(first) == 8192
+    assert scratch(4096).obj is first.obj
+    assert len(scratch(1 << 20)) == 1 << 20
+
+
+def test_depth_is_measured_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert measure_depth(tmp_path, FileIO()) in (1, 2, 4, 8, 16, 32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_measured_gets_a_default(tmp_path: Path) -> None:
+    io = FaultyIO()
+    io.errors["write"] = 28
+    assert measure_depth(tmp_path, io) == 8
+    assert list(tmp_path.iterdir()) == []
