@@ -1,14 +1,18 @@
 """The cache that the scheduler talks to: SGLang's, over a tree that knows tenants."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_ext.namespace import parse
 from sglang_ext.radix.clock import SharedClock
 from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.public import PublicPrefixes
+from sglang_ext.types import Owner, OwnerLimits, Tier
 
 __all__ = ["TenantRadixCache"]
 
@@ -28,12 +32,43 @@ class TenantRadixCache(UnifiedRadixCache):
         self.tree_core.clock = self.clock
         self.ledger: Ledger = self.tree_core.ledger
         self.ledger.bytes_per_token = _bytes_per_token(params.token_to_kv_pool_allocator)
+        self.requesters: frozenset[Owner] = frozenset()
         if public is not None:
             self.tree_core.public = public
 
     def tick(self) -> int:
         """Advance the shared clock and return it in milliseconds. One all-reduce, none alone."""
         return self.clock.tick()
+
+    # ---- who may have how much
+
+    def owner_of(self, req: Any) -> Owner:
+        """Return who owns what a request computes."""
+        return parse(req.extra_key).owner
+
+    def limits(self, owner: Owner, tier: Tier = Tier.HBM) -> OwnerLimits:
+        """Return what ``owner`` may hold in ``tier``."""
+        return OwnerLimits()
+
+    @contextmanager
+    def as_requester(self, owners: Iterable[Owner]) -> Iterator[None]:
+        """Within, sizes and victims are those of a request, or batch, of ``owners``."""
+        before, self.requesters = self.requesters, frozenset(owners)
+        try:
+            yield
+        finally:
+            self.requesters = before
+
+    def headroom(self, owner: Owner) -> int:
+        """Return how many more tokens ``owner`` may get running now."""
+        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
+
+    def fits_ever(self, owner: Owner, tokens: int) -> str | None:
+        """Return why a request of ``tokens`` can never be served, None when it can."""
+        pool = int(self.token_to_kv_pool_allocator.size)
+        if tokens <= pool:
+            return None
+        return f"the request needs {tokens} tokens of KV cache, the pool has {pool}"
 
     def _latest(self, now_ms: int) -> int:
         """Return the latest time of all ranks."""
