@@ -34,13 +34,16 @@ _installed: list[Hook] = []
 
 
 def install(hooks: Sequence[Hook]) -> None:
-    """Check and register ``hooks``; raises HookError for a target that has changed. Idempotent."""
+    """Check and register ``hooks``; raises HookError for a target that has changed. Idempotent.
+
+    SGLang swallows the error, so ``verify`` counts every hook that should have been installed.
+    """
     known = {hook.target for hook in _installed}
-    for hook in hooks:
-        if hook.target not in known:
-            check_signature(pkgutil.resolve_name(hook.target), hook.parameters)
-            HookRegistry.register(hook.target, hook.function, HookType.AROUND)
-            _installed.append(hook)
+    fresh = [hook for hook in hooks if hook.target not in known]
+    _installed.extend(fresh)
+    for hook in fresh:
+        check_signature(_resolve(hook.target), hook.parameters)
+        HookRegistry.register(hook.target, hook.function, HookType.AROUND)
 
 
 def verify() -> None:
@@ -55,9 +58,16 @@ def verify() -> None:
         raise HookError(f"SGLang did not apply the hook on {', '.join(missing)}; see the log above")
 
 
+def _resolve(target: str) -> Any:
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise HookError(f"SGLang has no {target} to hook: {error}") from error
+
+
 def _applied(hook: Hook) -> bool:
     """Tell whether ``hook`` is among the functions that wrap its target."""
-    wrapper = pkgutil.resolve_name(hook.target)
+    wrapper = _resolve(hook.target)
     while hasattr(wrapper, "__wrapped__"):
         cells = getattr(wrapper, "__closure__", None) or ()
         if any(cell.cell_contents is hook.function for cell in cells):

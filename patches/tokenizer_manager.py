@@ -5,13 +5,14 @@ the engine uses to tell requests apart, and take it out of what goes back to the
 """
 
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import Context
 from typing import Any, Protocol
 
 from sglang_ext.patches.hooks import Hook
 from sglang_ext.tenancy.identity import (
+    Identity,
     apply_identity,
     current_identity,
     tenant_of_id,
@@ -47,7 +48,7 @@ def identity_hooks(observer: RequestObserver) -> list[Hook]:
         async with AsyncExitStack() as stack:
             observe = stack.enter_context(observer.request(identity.tenant))
             apply_identity(obj, identity)
-            outputs = aclosing(original(manager, obj, request))
+            outputs = _closed_as(identity, original(manager, obj, request))
             async for output in await stack.enter_async_context(outputs):
                 observe(output)
                 unscope_output(output, identity)
@@ -61,6 +62,22 @@ def identity_hooks(observer: RequestObserver) -> list[Hook]:
         Hook(f"{_MANAGER}.close_session", _close_session, ("self", "obj", "request")),
         Hook(f"{_IO}.GenerateReqInput.regenerate_rid", _regenerate_rid, ("self",)),
     ]
+
+
+@asynccontextmanager
+async def _closed_as(
+    identity: Identity, outputs: AsyncGenerator[Any, None]
+) -> AsyncIterator[AsyncGenerator[Any, None]]:
+    """Close ``outputs`` as the tenant whose they are, so that SGLang can abort the request: an
+    abandoned generator is closed in the context of whoever frees it."""
+    try:
+        yield outputs
+    finally:
+        token = current_identity.set(identity)
+        try:
+            await outputs.aclose()
+        finally:
+            current_identity.reset(token)
 
 
 def _collect_metrics(
