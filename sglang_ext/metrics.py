@@ -60,7 +60,8 @@ class RequestMetrics:
 
         def observe(output: Any) -> None:
             nonlocal outcome
-            outcome = _outcome(output) or outcome
+            if outcome != "aborted":
+                outcome = _outcome(output) or outcome
 
         try:
             yield observe
@@ -135,6 +136,7 @@ class HeldMetrics:
         from prometheus_client import Gauge
 
         self._labels = TenantLabels(owner_limit)
+        self._published: set[tuple[str, str]] = set()
         self._gauge = Gauge(
             "sglang_ext_held_tokens",
             "Tokens held by owner and tier.",
@@ -144,10 +146,11 @@ class HeldMetrics:
 
     def publish(self, held: Mapping[tuple[Owner, Tier], int]) -> None:
         """Set the gauges to ``held``; owners without a label of their own are summed."""
-        sums: dict[tuple[str, str], int] = {}
+        sums = dict.fromkeys(self._published, 0)
         for (owner, tier), tokens in held.items():
             key = (self._labels.of(owner or "public"), tier.value)
             sums[key] = sums.get(key, 0) + tokens
+        self._published |= sums.keys()
         for (label, tier_label), tokens in sums.items():
             self._gauge.labels(label, tier_label).set(tokens)
 
