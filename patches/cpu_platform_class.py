@@ -30,10 +30,17 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
         register_cpu_attention()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Turn graph capture off, as SGLang itself does for ``torch_native`` alone."""
+        """Choose our attention and turn graph capture off.
+
+        For ``--device cpu`` SGLang has by now chosen ``intel_amx`` itself, which needs a build of
+        its own (on ARM it has chosen ``torch_native``: there name ours on the command line).
+        """
         # Imported late: this module is loaded while SGLang's own utilities still are.
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
+        if server_args.attention_backend == "intel_amx":
+            server_args.attention_backend = CPU_ATTENTION
+        # SGLang itself does this for ``torch_native`` alone.
         for phase in (Phase.DECODE, Phase.PREFILL):
             server_args.cuda_graph_config = with_phase(
                 server_args.cuda_graph_config, phase, backend=Backend.DISABLED
