@@ -7,10 +7,11 @@ from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.fields import did_you_mean, wrong
 from sglang_ext.tenancy.policy import Isolation, Policy, TenantPolicy, TierSizes, TiersPolicy
 from sglang_ext.tenancy.units import Size, SizeUnit
-from sglang_ext.types import SYSTEM_TENANT, Tier
+from sglang_ext.types import SYSTEM_TENANT, Owner, Tier
 
 __all__ = ["check_policy"]
 
+_GROUP_FIELDS = ("sla", "weight", "quota", "reserve", "ttl")
 _SIZED_TIERS = (Tier.HBM, Tier.CPU, Tier.NVME)
 
 
@@ -23,6 +24,7 @@ def check_policy(policy: Policy) -> None:
     _check_unique(_keys(policy), "key")
     _check_unique(_gpus(policy), "GPU")
     _check_unique(_prefix_names(policy), "name")
+    _check_groups(policy)
     _check_reserves_fit(policy)
 
 
@@ -93,9 +95,22 @@ def _check_reserve_within_quota(tenant: TenantPolicy, tiers: TiersPolicy) -> Non
             raise wrong(path, str(reserve), f"at most the tenant's own quota of {quota}")
 
 
+def _check_groups(policy: Policy) -> None:
+    """Refuse members of one group that differ in what holds for the pages they own together."""
+    first_members: dict[Owner, TenantPolicy] = {}
+    for tenant in policy.tenants.values():
+        first = first_members.setdefault(tenant.owner, tenant)
+        for field in _GROUP_FIELDS:
+            if getattr(tenant, field) != getattr(first, field):
+                problem = f"not the same as tenants.{first.name}.{field}"
+                expected = f"expected equal ones, both share the pages of group {tenant.group}"
+                raise PolicyError(f"tenants.{tenant.name}.{field}", f"{problem}, {expected}")
+
+
 def _check_reserves_fit(policy: Policy) -> None:
+    owners = {tenant.owner: tenant for tenant in policy.tenants.values()}
     for tier in _SIZED_TIERS:
-        sizes = [_size(tenant.reserve, tier) for tenant in policy.tenants.values()]
+        sizes = [_size(tenant.reserve, tier) for tenant in owners.values()]
         parts = [_part(size, policy.tiers, tier) for size in sizes if size is not None]
         total = sum((part for part in parts if part is not None), Fraction(0))
         if total > 1:

@@ -141,3 +141,33 @@ def test_reserves_of_all_tenants_fit_the_tier() -> None:
 def test_reserves_in_bytes_count_where_the_file_says_how_large_the_tier_is() -> None:
     text = message(DISK + "tenants: {a: {reserve: {cpu: 60GB}}, b: {reserve: {cpu: 50%}}}")
     assert text.startswith("tenants: reserve.cpu of all tenants sums to 110%")
+
+
+MEMBER = "isolation: shared, group: intranet"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sla", "basic"),
+        ("weight", "2"),
+        ("quota", "{hbm: 10%}"),
+        ("quota", "{hard: true}"),
+        ("reserve", "{cpu: 10%}"),
+        ("ttl", "{hbm: 5m}"),
+    ],
+)
+def test_members_of_a_group_state_the_same(field: str, value: str) -> None:
+    text = message(f"tenants: {{hr: {{{MEMBER}}}, sales: {{{MEMBER}, {field}: {value}}}}}")
+    assert text == (
+        f"tenants.sales.{field}: not the same as tenants.hr.{field}, "
+        "expected equal ones, both share the pages of group intranet"
+    )
+    assert parse(f"tenants: {{hr: {{{MEMBER}, {field}: {value}}}, x: {{{field}: {value}}}}}")
+
+
+def test_the_reserve_of_a_group_counts_once() -> None:
+    members = ", ".join(f"t{n}: {{{MEMBER}, reserve: {{hbm: 60%}}}}" for n in range(3))
+    assert parse(f"tenants: {{{members}}}")
+    text = message(f"tenants: {{{members}, a: {{reserve: {{hbm: 50%}}}}}}")
+    assert text.startswith("tenants: reserve.hbm of all tenants sums to 110%")
