@@ -1,6 +1,7 @@
-"""The command ``sglang-ext``: check a policy file, make a key, find the demo model."""
+"""The command ``sglang-ext``: check a policy, make a key, draw a tree, find the demo model."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,15 @@ from sglang_ext.tenancy.policy import Policy
 
 __all__ = ["main"]
 
-_DESCRIPTION = "Check a policy file, make an API key, find the demo model."
+_DESCRIPTION = "Check a policy file, make an API key, draw a tree, find the demo model."
 _OK = 0
 _FAILED = 1
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 _PLAIN_WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""
+_KEY_VARIABLE = "SGLANG_EXT_KEY"
+_KEY_HELP = f"the admin key; better in the environment variable {_KEY_VARIABLE}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     whose.add_argument("--admin", action="store_true", help="a key for the admin routes")
     keygen.set_defaults(run=_keygen)
 
+    tree = commands.add_parser("tree", help="draw the tree of a running server")
+    tree.add_argument("--url", default="http://127.0.0.1:30000")
+    tree.add_argument("--key", default=os.environ.get(_KEY_VARIABLE, ""), help=_KEY_HELP)
+    tree.add_argument("--page", type=int, default=0)
+    tree.set_defaults(run=_tree)
+
     demo = commands.add_parser("demo-model", help="print the folder of the demo model")
     demo.set_defaults(run=_demo_model)
     return parser
@@ -70,6 +79,28 @@ def _keygen(options: argparse.Namespace) -> int:
     place = "admin_keys" if options.admin else f"tenants.{options.tenant}.api_keys"
     print(f"Key, shown only this once; give it to the client:\n\n    {key}\n")
     print(f'Line for the policy file, below {place}:\n\n    - "{digest(key)}"')
+    return _OK
+
+
+def _tree(options: argparse.Namespace) -> int:
+    # Both load slowly, and the other commands do not need them.
+    import httpx
+
+    from sglang_ext.radix.dump import draw
+
+    headers = {"authorization": f"Bearer {options.key}"}
+    try:
+        answer = httpx.get(
+            f"{options.url}/ext/v1/tree", params={"page": options.page}, headers=headers, timeout=60
+        )
+        answer.raise_for_status()
+    except httpx.HTTPStatusError as error:
+        return _complain(f"{options.url}: {error.response.text}", _FAILED)
+    except httpx.HTTPError as error:
+        return _complain(f"{options.url}: {error}", _FAILED)
+    for rank, dumped in enumerate(answer.json()["ranks"]):
+        print(f"rank {rank}: {dumped['runs_total']} runs")
+        print(draw(dumped))
     return _OK
 
 

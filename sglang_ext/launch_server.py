@@ -50,7 +50,7 @@ def _prepare(policy_path: Path, flags: Sequence[str], warm_up: WarmUp) -> Any:
     demo_model = None if "--model-path" in given_flags(flags) else _demo_model()
     argv = with_defaults(flags, policy, on_cpu=on_cpu, demo_model=demo_model)
     server_args = _resolve(argv, on_cpu=on_cpu)
-    _add_middleware(policy, warm_up)
+    _extend_app(policy, warm_up)
     return server_args
 
 
@@ -106,11 +106,14 @@ def _bind_threads(ranks: int) -> None:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = binding
 
 
-def _add_middleware(policy: Policy, warm_up: WarmUp) -> None:
+def _extend_app(policy: Policy, warm_up: WarmUp) -> None:
+    """Add our routes to SGLang's application, and put authentication in front of all of them."""
     from sglang.srt.entrypoints.http_server import app
 
+    from sglang_ext.http_routes import router
     from sglang_ext.tenancy.auth import TenantAuth
 
+    app.include_router(router)
     app.add_middleware(
         TenantAuth,
         policy=policy,

@@ -1,5 +1,7 @@
 """SGLang's plugin entry point, run first in every process of the server."""
 
+from functools import partial
+
 from sglang_ext import active
 
 __all__ = ["register"]
@@ -14,14 +16,22 @@ def register() -> None:
     if not active.has_policy():
         return
     from sglang_ext.cache_backend import register_backend
+    from sglang_ext.operations import OPERATIONS
     from sglang_ext.patches import hooks
+    from sglang_ext.patches.admin_channel import admin_channel_hooks
     from sglang_ext.patches.scheduler import namespace_hooks
     from sglang_ext.patches.shutdown import shutdown_hooks
     from sglang_ext.patches.tokenizer_manager import identity_hooks
     from sglang_ext.patches.versions import check_version
+    from sglang_ext.public_prefixes import public_prefixes
 
     check_version()
-    hooks.install(identity_hooks(active.request_metrics()))
-    hooks.install(namespace_hooks(active.policy()))
-    hooks.install(shutdown_hooks())
-    register_backend(check=hooks.verify)
+    hooks.install(
+        [
+            *identity_hooks(active.request_metrics()),
+            *namespace_hooks(active.policy()),
+            *admin_channel_hooks(OPERATIONS),
+            *shutdown_hooks(),
+        ]
+    )
+    register_backend(partial(public_prefixes, active.policy()), check=hooks.verify)

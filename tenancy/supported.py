@@ -23,10 +23,8 @@ class NotYet:
 
 
 _TENANT_FIELDS = {
-    "sla": "service classes",
-    "weight": "fairness",
-    "quota": "quotas",
-    "reserve": "quotas",
+    "quota.nvme": "tiers",
+    "reserve.nvme": "tiers",
     "ttl": "tiers",
     "max_queued": "admission control",
     "encrypt": "sealed tenants",
@@ -37,7 +35,6 @@ _ISOLATION = {"sealed": "sealed tenants", "dedicated": "dedicated engines"}
 NOT_YET = (
     NotYet("engine.kv_scales", "FP8 pages"),
     NotYet("tiers", "tiers"),
-    NotYet("public_prefixes", "public prefixes"),
     *(NotYet(f"defaults.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
     *(NotYet(f"tenants.*.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
     NotYet("tenants.*.gpus", "dedicated engines"),
