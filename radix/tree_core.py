@@ -62,7 +62,9 @@ class TenantTreeCore(UnifiedTreeCore):
 
     def _match_prefix_helper(self, key: Any, params: MatchPrefixParams) -> MatchResult:
         self._touched = _NOBODY
-        return super()._match_prefix_helper(self.own(key), params)
+        result = super()._match_prefix_helper(own(key, self.public, self.is_eagle), params)
+        self._note_use(self._node_arena[result.best_match_node])
+        return result
 
     def match_full_device_prefix(self, key: Any) -> tuple[int, int, int]:
         return super().match_full_device_prefix(self.own(key))
@@ -113,8 +115,12 @@ class TenantTreeCore(UnifiedTreeCore):
             self._insert_public_run(state, public)
         super()._insert_commit_step(state)
         state.result.prefix_len = matched
-        # A component may have stamped the node once more.
-        self.evictable_device_leaves.touch(state.target_node)
+        node = state.target_node
+        if state.is_new_leaf and node.hash_value is not None and turns_private(node):
+            node.hash_value = node_hashes(node, self.page_size)
+        if len(self.components) > 1:
+            # Another component may have stamped the node once more.
+            self._update_evictable_leaf_sets(node)
 
     def _insert_public_run(self, state: Any, public: int) -> None:
         start, end = state.total_prefix_length, state.total_prefix_length + public
@@ -148,12 +154,6 @@ class TenantTreeCore(UnifiedTreeCore):
         self._register_node(node)
         return node
 
-    def _add_new_node(self, parent: Any, key: TenantKey, value: Any, **kwargs: Any) -> Any:
-        node = super()._add_new_node(parent, key, value, **kwargs)
-        if node.hash_value is not None and turns_private(node):
-            node.hash_value = node_hashes(node, self.page_size)
-        return node
-
     def backfill_missing_hash_values(self) -> int:
         """Hash what was built while storage was off, parents first, seeding boundaries again."""
         filled = 0
@@ -185,26 +185,25 @@ class TenantTreeCore(UnifiedTreeCore):
 
     # ---- recency
 
-    def _match_post_processor(
-        self, params: Any, value: Any, best: Any, best_on_device: Any, *args: Any, **kwargs: Any
-    ) -> MatchResult:
-        result = super()._match_post_processor(params, value, best, best_on_device, *args, **kwargs)
-        now, node = self.clock.now_ms, best
+    def _note_use(self, deepest: Any) -> None:
+        """Stamp a matched path on the shared clock and file the leaves on it again. O(path)."""
+        now, node = self.clock.now_ms, deepest
         while node is not None:
             node.access_ms = now
+            if node in self.evictable_device_leaves:
+                self.evictable_device_leaves.touch(node)
             node = node.parent
-        # Of the nodes on one path, only these two can be leaves of a tier.
-        self.evictable_device_leaves.touch(best_on_device)
-        if best is not best_on_device:
-            self.evictable_host_leaves.touch(best)
-        return result
+        if deepest in self.evictable_host_leaves:
+            self.evictable_host_leaves.touch(deepest)
 
     def _touch_node(self, node: Any) -> None:
         self._touched = (node, node.last_access_time, node.access_ms)
         super()._touch_node(node)
         node.access_ms = self.clock.now_ms
-        self.evictable_device_leaves.touch(node)
-        self.evictable_host_leaves.touch(node)
+        if node in self.evictable_device_leaves:
+            self.evictable_device_leaves.touch(node)
+        elif node in self.evictable_host_leaves:
+            self.evictable_host_leaves.touch(node)
 
     def _finish_insert_walk_node(self, state: Any, node: Any, prefix_len: int) -> None:
         if state.total_prefix_length + prefix_len > state.params.inserted_len:
@@ -234,29 +233,29 @@ class TenantTreeCore(UnifiedTreeCore):
             self._settle(node, now)
 
     def _settle(self, node: TenantTreeNode, now: Holding) -> None:
-        was, node.booked = node.booked, now
-        self._settle_tier(node, Tier.HBM, was[:2], now[:2])
-        self._settle_tier(node, Tier.CPU, was[2:], now[2:])
-        node.parent.device_children += (now[0] > 0) - (was[0] > 0)
-
-    def _settle_tier(
-        self, node: TenantTreeNode, tier: Tier, was: tuple[int, bool], now: tuple[int, bool]
-    ) -> None:
-        if was != now:
-            (before, was_locked), (after, locked) = was, now
-            free = (0 if locked else after) - (0 if was_locked else before)
-            self.ledger.book(node.owner, tier, free, after - before - free)
+        (hbm, hbm_locked, cpu, cpu_locked), owner = now, node.owner
+        had_hbm, had_hbm_locked, had_cpu, had_cpu_locked = node.booked
+        node.booked = now
+        if hbm != had_hbm or hbm_locked != had_hbm_locked:
+            free = hbm * (not hbm_locked) - had_hbm * (not had_hbm_locked)
+            self.ledger.book(owner, Tier.HBM, free, hbm - had_hbm - free)
+            node.parent.device_children += (hbm > 0) - (had_hbm > 0)
+        if cpu != had_cpu or cpu_locked != had_cpu_locked:
+            free = cpu * (not cpu_locked) - had_cpu * (not had_cpu_locked)
+            self.ledger.book(owner, Tier.CPU, free, cpu - had_cpu - free)
 
     def _update_evictable_leaf_sets(self, node: TenantTreeNode) -> None:
         """Do what SGLang does, with fewer questions, and book the node: all that changes passes."""
         if node is self.root_node:
             return
-        self.book(node)
+        now = node.holding()
+        if now != node.booked:
+            self._settle(node, now)
         if self._is_device_leaf(node):
             self.evictable_device_leaves.add(node)
         elif node in self.evictable_device_leaves:
             self.evictable_device_leaves.discard(node)
-        if self._is_host_leaf(node):
+        if now[0] == 0 and self._is_host_leaf(node):
             self.evictable_host_leaves.add(node)
         elif node in self.evictable_host_leaves:
             self.evictable_host_leaves.discard(node)

@@ -70,7 +70,7 @@ class TreeMachine(RuleBasedStateMachine):
         getattr(self.world, kind)(*self.draw(seed, choice))
 
     @rule(
-        kind=st.sampled_from(["insert", "abort"]),
+        kind=st.sampled_from(["insert", "insert_blind", "abort"]),
         seed=st.integers(0, 60),
         choice=st.integers(0, len(SPACES) - 1),
     )
