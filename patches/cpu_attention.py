@@ -6,15 +6,10 @@ imported when a model runner asks for it, because it imports half of SGLang.
 
 from typing import Any
 
-from sglang_ext.errors import HookError
-from sglang_ext.patches.versions import check_signature
-
 __all__ = ["CPU_ATTENTION", "offer_cpu_attention", "register_cpu_attention"]
 
 CPU_ATTENTION = "sglang_ext_cpu"
 """The backend's name on the command line."""
-
-_TRITON_LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc_triton"
 
 
 def offer_cpu_attention() -> None:
@@ -34,10 +29,9 @@ def register_cpu_attention() -> None:
 
 
 def _create(runner: Any) -> Any:
-    """Build the backend of one model runner, and settle what SGLang keys on a backend's name."""
+    """Build the backend of one model runner."""
     from sglang_ext.patches.cpu_attention_backend import CpuAttentionBackend
 
-    _use_torch_last_loc()
     if runner.use_mla_backend:
         _use_absorbed_latents()
     return CpuAttentionBackend(runner)
@@ -53,21 +47,3 @@ def _use_absorbed_latents() -> None:
     )
 
     AttentionBackendRegistry.register(CPU_ATTENTION, lambda attn, batch: AttnForwardMethod.MLA)
-
-
-def _use_torch_last_loc() -> None:
-    """Replace a Triton kernel that SGLang runs for every backend not called ``torch_native``.
-
-    With pages of more than one token it looks up where each request's last page ends.
-    """
-    from sglang.srt.mem_cache import allocation
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    original = allocation.get_last_loc_triton
-    if hasattr(original, "__wrapped__"):
-        return
-    check_signature(original, ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"))
-    HookRegistry.register(_TRITON_LAST_LOC, allocation.get_last_loc_torch, HookType.REPLACE)
-    HookRegistry.apply_hooks()
-    if allocation.get_last_loc_triton is original:
-        raise HookError(f"the hook on {_TRITON_LAST_LOC} did not apply; see the log above")

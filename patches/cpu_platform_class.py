@@ -11,6 +11,7 @@ from sglang_ext.patches.cpu_attention import (
     offer_cpu_attention,
     register_cpu_attention,
 )
+from sglang_ext.patches.cpu_kernels import replace_triton_kernels
 
 __all__ = ["ExtCpuPlatform"]
 
@@ -45,6 +46,10 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.cuda_graph_config = with_phase(
                 server_args.cuda_graph_config, phase, backend=Backend.DISABLED
             )
+
+    def post_load_model(self, model: Any) -> None:
+        """Replace the kernels that no CPU runs, before the first batch and after all imports."""
+        replace_triton_kernels()
 
     def get_dispatch_key_name(self) -> str:
         """Select the ``forward_native`` version of every operator."""
