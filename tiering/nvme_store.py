@@ -275,7 +275,8 @@ class NvmeStore:
         with self._lock:
             if self._closed:
                 return 0
-            self._transfers.cancel_writes(owner, set(names))
+            for name in names:
+                self._transfers.cancel_writes(PageRef(owner, name))
             find = self._space.index.find
             return sum(
                 self._space.drop(owner, name) for name in names if find(owner, name) is not None

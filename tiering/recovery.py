@@ -149,17 +149,16 @@ class Recovery:
         return list(found)
 
     def _each(self, slots: list[Slot], look: Callable[[Slot], None]) -> None:
-        def work(batch: Batch, index: int) -> bool:
-            look(slots[index])
-            return True
+        def work(_: Batch, places: range) -> None:
+            look(slots[places[0]])
 
         batch = Batch(len(slots), work)
-        self._workers.start(batch, len(slots))
+        self._workers.start(batch)
         outcome = batch.wait(_CHUNK_TIMEOUT_S)
         if outcome.error is not None:
             raise outcome.error
-        if lost := outcome.results.count(False):
-            self._counters.add("timeout", lost)
+        if outcome.late:
+            self._counters.add("timeout", outcome.late)
 
     def _look(self, slot: Slot, known: _Found | None) -> _Found | None:
         """Read one slot: its header if the index names the same page, else all of it."""

@@ -11,14 +11,17 @@ from sglang_ext.tiering.counters import Counters, reason_of
 from sglang_ext.tiering.file_io import FileIO, round_up
 from sglang_ext.tiering.page_format import HEADER_BYTES, Reject
 from sglang_ext.tiering.page_index import Entry
-from sglang_ext.tiering.slabs import Slot
+from sglang_ext.tiering.runs import Job, Load
+from sglang_ext.tiering.slabs import Slab
 from sglang_ext.tiering.space import Space
-from sglang_ext.tiering.workers import Batch, Outcome, Workers, scratch
+from sglang_ext.tiering.workers import Batch, Workers
 from sglang_ext.types import Owner
 
 __all__ = ["Deliver", "Fill", "PageRef", "Transfers", "copy_from", "copy_into"]
 
 _STEP_S = 1e-6
+_TOGETHER_BYTES = 2**18
+"""Small pages are moved several at a time, up to this size."""
 
 Fill = Callable[[int, memoryview], None]
 """(position in the batch, where the body goes): write all of it. Called from several threads."""
@@ -52,28 +55,32 @@ def copy_into(buffers: Sequence[memoryview]) -> Deliver:
     return deliver
 
 
-class _Read(NamedTuple):
-    position: int
-    owner: Owner
-    name: bytes
-    entry: Entry
+class _Put:
+    """One call of ``put``. ``cancelled`` holds owners and pages deleted since it began."""
 
+    def __init__(
+        self,
+        refs: Sequence[PageRef],
+        names: Sequence[bytes | None],
+        sizes: Sequence[int],
+        fill: Fill,
+    ) -> None:
+        self.refs = refs
+        self.names = names
+        self.sizes = sizes
+        self.fill = fill
+        self.cancelled: set[Owner | PageRef] = set()
 
-class _Write:
-    __slots__ = ("cancelled", "name", "owner", "position", "size", "slot")
-
-    def __init__(self, position: int, owner: Owner, name: bytes, size: int, slot: Slot) -> None:
-        self.position = position
-        self.owner = owner
-        self.name = name
-        self.size = size
-        self.slot = slot
-        self.cancelled = False
-        """The page was deleted meanwhile; it must not appear."""
+    def is_cancelled(self, page: PageRef) -> bool:
+        return page.owner in self.cancelled or page in self.cancelled
 
 
 class Transfers:
-    """Reads and writes pages on the workers; ``lock`` guards ``space``, and is free during I/O."""
+    """Reads and writes pages on the workers; ``lock`` guards ``space``, and is free during I/O.
+
+    A worker takes a slot, or holds on to a page, only when it begins with it. So pages that the
+    deadline cut off hold nothing, and no time is lost before the first byte moves.
+    """
 
     def __init__(
         self,
@@ -92,7 +99,8 @@ class Transfers:
         self._io = io
         self._counters = counters
         self._clock = clock
-        self._writing: dict[tuple[Owner, bytes], _Write] = {}
+        self._puts: set[_Put] = set()
+        self._writing: set[PageRef] = set()
 
     def names(self, refs: Sequence[PageRef], writing: bool) -> list[bytes | None]:
         """Return the names under which pages are filed; None where an owner has no usable key."""
@@ -112,165 +120,210 @@ class Transfers:
         self, refs: Sequence[PageRef], sizes: Sequence[int], fill: Fill, timeout_s: float
     ) -> list[bool]:
         """Write pages; True for each that is stored now, or was already (or is being written)."""
-        results = [False] * len(refs)
-        jobs: list[_Write] = []
-        names = self.names(refs, writing=True)
+        call = _Put(refs, self.names(refs, writing=True), sizes, fill)
         with self._lock:
-            for place, (ref, name) in enumerate(zip(refs, names, strict=True)):
-                if name is None:
-                    continue
-                job = self._admit(place, ref.owner, name, sizes[place])
-                results[place] = job is True
-                if isinstance(job, _Write):
-                    jobs.append(job)
-        batch = Batch(len(jobs), lambda batch, number: self._write(batch, jobs[number], fill))
-        outcome = self._run(batch, jobs, timeout_s)
-        for number in outcome.unbegun:
-            self._end_write(jobs[number], written=False)
-        with self._lock:
-            self._use(refs, names)
-        if outcome.error is not None:
-            raise outcome.error
-        return _scatter(results, jobs, outcome.results)
+            self._puts.add(call)
+        try:
+            return self._run(
+                lambda batch, places: self._put_some(batch, call, places),
+                len(refs),
+                _slot_bytes(max(sizes, default=0)),
+                timeout_s,
+            )
+        finally:
+            with self._lock:
+                self._puts.remove(call)
+                self._use(refs, call.names)
 
     def get(self, refs: Sequence[PageRef], deliver: Deliver, timeout_s: float) -> list[bool]:
         """Read pages; True for each that was delivered before the deadline."""
-        results = [False] * len(refs)
-        jobs: list[_Read] = []
         names = self.names(refs, writing=False)
         with self._lock:
-            found = self._use(refs, names)
-            for place, (ref, name) in enumerate(zip(refs, names, strict=True)):
-                entry = found.get(place)
-                if name is not None and entry is not None:
-                    entry.readers += 1
-                    jobs.append(_Read(place, ref.owner, name, entry))
-        self._counters.add("miss", len(refs) - len(jobs))
-        batch = Batch(len(jobs), lambda batch, number: self._read(batch, jobs[number], deliver))
-        outcome = self._run(batch, jobs, timeout_s)
-        with self._lock:
-            for number in outcome.unbegun:
-                self._space.unpin(jobs[number].entry)
-        if outcome.error is not None:
-            raise outcome.error
-        return _scatter(results, jobs, outcome.results)
+            largest = self._use(refs, names)
+        return self._run(
+            lambda batch, places: self._get_some(batch, refs, names, places, deliver),
+            len(refs),
+            largest,
+            timeout_s,
+        )
 
-    def cancel_writes(self, owner: Owner, names: set[bytes] | None = None) -> None:
-        """Keep pages that are being written (None: all of the owner) from appearing.
+    def cancel_writes(self, deleted: Owner | PageRef) -> None:
+        """Keep pages of calls that have begun from appearing: all of an owner, or one (its name).
 
         The caller holds the lock.
         """
-        for job in self._writing.values():
-            if job.owner == owner and (names is None or job.name in names):
-                job.cancelled = True
+        for call in self._puts:
+            call.cancelled.add(deleted)
 
-    def _run(self, batch: Batch, jobs: Sequence[_Read | _Write], timeout_s: float) -> Outcome:
-        self._workers.start(batch, len(jobs))
+    def _run(
+        self,
+        work: Callable[[Batch, range], None],
+        count: int,
+        slot_bytes: int,
+        timeout_s: float,
+    ) -> list[bool]:
+        """Let the workers share ``count`` pages, small ones several at a time."""
+        together = min(_TOGETHER_BYTES // slot_bytes, -(-count // self._workers.depth))
+        batch = Batch(count, work, max(1, together))
+        self._workers.start(batch)
         outcome = batch.wait(timeout_s)
         if outcome.late:
             self._counters.add("timeout", outcome.late)
-        return outcome
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.results
 
-    def _admit(self, place: int, owner: Owner, name: bytes, size: int) -> _Write | bool:
-        if self._space.index.find(owner, name) is not None or (owner, name) in self._writing:
-            return True
-        slot = self._space.take(owner, round_up(HEADER_BYTES + size))
-        if slot is None:
-            return False
-        job = self._writing[owner, name] = _Write(place, owner, name, size, slot)
-        return job
-
-    def _use(self, refs: Sequence[PageRef], names: Sequence[bytes | None]) -> dict[int, Entry]:
+    def _use(self, refs: Sequence[PageRef], names: Sequence[bytes | None]) -> int:
         """Mark pages as used, the last of the batch as the least recently used one.
 
         A batch is a path of the tree: a page is worth nothing without those before it, so the far
-        end must leave first. The times differ too, so that a restart keeps the order.
+        end must leave first. The times differ too, so that a restart keeps the order. Returns the
+        bytes of the largest slot.
         """
         now = self._clock()
-        found = {}
+        largest = HEADER_BYTES
         for place in reversed(range(len(refs))):
             name = names[place]
             if name is None:
                 continue
             entry = self._space.touch(refs[place].owner, name, now - place * _STEP_S)
             if entry is not None:
-                found[place] = entry
-        return found
+                largest = max(largest, entry.bytes)
+        return largest
 
-    def _write(self, batch: Batch, job: _Write, fill: Fill) -> bool:
-        slab, slot = job.slot
-        page = scratch(slab.slot_bytes)
-        body = page[HEADER_BYTES : HEADER_BYTES + job.size]
-        written = False
+    def _put_some(self, batch: Batch, call: _Put, places: range) -> None:
+        with self._lock:
+            jobs = [job for place in places if (job := self._admit(batch, call, place))]
+        written: set[int] = set()
         try:
-            # The rest of the last block would otherwise carry bytes of another page to disk.
-            page[HEADER_BYTES + job.size :] = bytes(len(page) - HEADER_BYTES - job.size)
-            filled = batch.guarded(lambda: fill(job.position, body))
-            now_ms = max(0, int(self._clock() * 1000))
-            if filled and self._codec.seal(page, job.owner, job.name, job.size, now_ms):
-                self._io.write(slab.fd, page, slab.offset(slot))
-                written = True
-        except OSError as error:
-            self._refused(job, error)
+            if jobs and self._write(batch, call, jobs):
+                written = {job.place for job in jobs if job.error is None}
         finally:
-            self._end_write(job, written)
-        return written
+            with self._lock:
+                for job in jobs:
+                    self._settle(batch, call, job, job.place in written)
 
-    def _refused(self, job: _Write, error: OSError) -> None:
+    def _admit(self, batch: Batch, call: _Put, place: int) -> Job | None:
+        """Return what is to be done for one page; None when it is there, or refused."""
+        name = call.names[place]
+        if name is None:
+            return None
+        page = PageRef(call.refs[place].owner, name)
+        if page in self._writing or self._space.index.find(*page) is not None:
+            batch.results[place] = True
+            return None
+        if call.is_cancelled(page):
+            return None
+        slot = self._space.take(page.owner, _slot_bytes(call.sizes[place]))
+        if slot is None:
+            return None
+        self._writing.add(page)
+        return Job(place, page.owner, name, slot, call.sizes[place])
+
+    def _write(self, batch: Batch, call: _Put, jobs: list[Job]) -> bool:
+        load = Load(jobs)
+
+        def fill() -> None:
+            for job in jobs:
+                call.fill(job.place, job.block[HEADER_BYTES : HEADER_BYTES + job.size])
+
+        if not batch.guarded(fill):
+            return False
+        now_ms = max(0, int(self._clock() * 1000))
+        for job in jobs:
+            # The rest of the last block would otherwise carry bytes of another page to disk.
+            used = HEADER_BYTES + job.size
+            job.block[used:] = bytes(len(job.block) - used)
+            if not self._codec.seal(job.block, job.owner, job.name, job.size, now_ms):
+                return False
+        load.write(self._io)
+        return True
+
+    def _settle(self, batch: Batch, call: _Put, job: Job, written: bool) -> None:
+        """End a write, good or bad; the caller holds the lock."""
+        page = PageRef(job.owner, job.name)
+        self._writing.remove(page)
+        if job.error is not None:
+            self._refused(job.slot[0], job.error)
+        if not written or call.is_cancelled(page):
+            self._space.cancel(job.owner, job.slot)
+            return
+        self._space.publish(job.owner, job.name, job.slot, self._clock() - job.place * _STEP_S)
+        self._counters.add("stored")
+        self._counters.add("stored_bytes", job.size)
+        batch.results[job.place] = True
+
+    def _refused(self, slab: Slab, error: OSError) -> None:
         reason = reason_of(error)
         self._counters.add(reason)
         if reason == "refused_by_disk":
-            with self._lock:
-                self._space.slabs.freeze(job.slot[0])
+            self._space.slabs.freeze(slab)
 
-    def _end_write(self, job: _Write, written: bool) -> None:
+    def _get_some(
+        self,
+        batch: Batch,
+        refs: Sequence[PageRef],
+        names: Sequence[bytes | None],
+        places: range,
+        deliver: Deliver,
+    ) -> None:
+        held: list[tuple[Job, Entry]] = []
         with self._lock:
-            del self._writing[job.owner, job.name]
-            if written and not job.cancelled:
-                now = self._clock() - job.position * _STEP_S
-                self._space.publish(job.owner, job.name, job.slot, now)
-                self._counters.add("stored")
-                self._counters.add("stored_bytes", job.size)
-            else:
-                self._space.cancel(job.owner, job.slot)
-
-    def _read(self, batch: Batch, job: _Read, deliver: Deliver) -> bool:
-        lost = True
+            for place in places:
+                owner, name = refs[place].owner, names[place]
+                entry = None if name is None else self._space.index.find(owner, name)
+                if name is not None and entry is not None:
+                    entry.readers += 1
+                    held.append((Job(place, owner, name, entry.slot), entry))
+        self._counters.add("miss", len(places) - len(held))
+        whole = {job.place for job, _ in held}
         try:
-            body = self._load(job)
-            lost = body is None
-            if body is None or not batch.guarded(lambda: deliver(job.position, body)):
-                return False
-            self._counters.add("hit")
-            self._counters.add("hit_bytes", len(body))
-            return True
+            bodies = self._load([job for job, _ in held])
+            whole = {job.place for job, _ in bodies}
+            self._deliver(batch, bodies, deliver)
         finally:
             with self._lock:
-                if lost and not job.entry.removed:
-                    self._space.drop(job.owner, job.name)
-                self._space.unpin(job.entry)
+                for job, entry in held:
+                    self._let_go(job, entry, whole=job.place in whole)
 
-    def _load(self, job: _Read) -> memoryview | None:
-        slab, slot = job.entry.slot
-        page = scratch(slab.slot_bytes)
-        try:
-            count = self._io.read(slab.fd, page, slab.offset(slot))
-        except OSError as error:
-            self._counters.add(reason_of(error))
-            return None
-        body = self._codec.open(page[:count], job.owner, job.name)
-        if isinstance(body, Reject):
-            self._counters.add(body)
-            return None
-        return body
+    def _let_go(self, job: Job, entry: Entry, whole: bool) -> None:
+        """End a read; a page that is not whole is deleted. The caller holds the lock."""
+        if not whole and not entry.removed:
+            self._space.drop(job.owner, job.name)
+        self._space.unpin(entry)
+
+    def _load(self, jobs: list[Job]) -> list[tuple[Job, memoryview]]:
+        """Read pages; returns the bodies of those that are whole and the ones asked for."""
+        if not jobs:
+            return []
+        Load(jobs).read(self._io)
+        bodies = []
+        for job in jobs:
+            if job.error is not None:
+                self._counters.add(reason_of(job.error))
+                continue
+            body = self._codec.open(job.block, job.owner, job.name)
+            if isinstance(body, Reject):
+                self._counters.add(body)
+                continue
+            bodies.append((job, body))
+        return bodies
+
+    def _deliver(
+        self, batch: Batch, bodies: list[tuple[Job, memoryview]], deliver: Deliver
+    ) -> None:
+        def hand_over() -> None:
+            for job, body in bodies:
+                deliver(job.place, body)
+                batch.results[job.place] = True
+
+        if batch.guarded(hand_over):
+            self._counters.add("hit", len(bodies))
+            self._counters.add("hit_bytes", sum(len(body) for _, body in bodies))
 
 
-def _scatter(
-    results: list[bool], jobs: Sequence[_Read | _Write], done: Sequence[bool]
-) -> list[bool]:
-    for job, result in zip(jobs, done, strict=True):
-        results[job.position] = result
-    return results
+def _slot_bytes(size: int) -> int:
+    return round_up(HEADER_BYTES + size)
 
 
 def _bytes(view: memoryview) -> np.ndarray:

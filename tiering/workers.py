@@ -20,10 +20,10 @@ __all__ = ["Batch", "Outcome", "Workers", "measure_depth", "scratch"]
 
 logger = logging.getLogger(__name__)
 
-_CANDIDATES = (1, 2, 4, 8, 16, 32)
-_PROBE_BYTES = 8 * 2**20
-_PROBE_READ_BYTES = 64 * 2**10
-_GOOD_ENOUGH = 0.9
+_CANDIDATES = (1, 2, 4, 8, 16)
+_PROBE_BYTES = 16 * 2**20
+_PROBE_READ_BYTES = 256 * 2**10
+_GOOD_ENOUGH = 0.85
 _local = threading.local()
 
 
@@ -39,8 +39,6 @@ class Outcome(NamedTuple):
     """What became of a batch."""
 
     results: list[bool]
-    unbegun: range
-    """Pages that nobody began to work on; nobody ever will."""
     late: int
     """Pages that were not done at the deadline."""
     error: Exception | None
@@ -48,11 +46,18 @@ class Outcome(NamedTuple):
 
 
 class Batch:
-    """``count`` pages that several threads work on, until all are done or the deadline is there."""
+    """``count`` pages that several threads work on, until all are done or the deadline is there.
 
-    def __init__(self, count: int, work: Callable[["Batch", int], bool]) -> None:
+    ``work`` is given the batch and the positions of ``together`` pages at a time, and sets
+    ``results`` of those that succeed.
+    """
+
+    def __init__(
+        self, count: int, work: Callable[["Batch", range], None], together: int = 1
+    ) -> None:
+        self.results = [False] * count
         self._work = work
-        self._results = [False] * count
+        self._together = together
         self._next = 0
         self._left = count
         self._in_caller_memory = 0
@@ -62,13 +67,16 @@ class Batch:
 
     def run(self) -> None:
         """Work on pages until none is left or the batch is closed; called by each worker."""
-        while (index := self._take()) is not None:
+        while places := self._take():
             try:
-                self._finish(index, self._work(self, index))
+                self._work(self, places)
             # Whatever the caller's own callback raises belongs to the caller of wait().
             except Exception as error:
                 self._error = error
-                self._finish(index, False)
+            with self._changed:
+                self._left -= len(places)
+                if self._left == 0:
+                    self._changed.notify_all()
 
     def guarded(self, touch: Callable[[], None]) -> bool:
         """Run ``touch``, which uses the caller's memory, unless the batch is closed (False)."""
@@ -81,7 +89,8 @@ class Batch:
         finally:
             with self._changed:
                 self._in_caller_memory -= 1
-                self._changed.notify_all()
+                if self._closed:
+                    self._changed.notify_all()
         return True
 
     def wait(self, timeout_s: float) -> Outcome:
@@ -90,22 +99,20 @@ class Batch:
             self._changed.wait_for(lambda: self._left == 0, timeout_s)
             self._closed = True
             self._changed.wait_for(lambda: self._in_caller_memory == 0)
-            unbegun = range(self._next, len(self._results))
-            return Outcome(list(self._results), unbegun, self._left, self._error)
+            return Outcome(list(self.results), self._left, self._error)
 
-    def _take(self) -> int | None:
-        with self._changed:
-            if self._closed or self._next == len(self._results):
-                return None
-            self._next += 1
-            return self._next - 1
+    @property
+    def shares(self) -> int:
+        """How many threads can work on it at the same time."""
+        return -(-len(self.results) // self._together)
 
-    def _finish(self, index: int, result: bool) -> None:
+    def _take(self) -> range:
         with self._changed:
-            self._results[index] = result and not self._closed
-            self._left -= 1
-            if self._left == 0:
-                self._changed.notify_all()
+            if self._closed:
+                return range(0)
+            begin = self._next
+            self._next = min(begin + self._together, len(self.results))
+            return range(begin, self._next)
 
 
 class Workers:
@@ -125,9 +132,9 @@ class Workers:
         """How many pages are read or written at the same time."""
         return len(self._threads)
 
-    def start(self, batch: Batch, count: int) -> None:
-        """Let as many threads as ``count`` pages can use work on ``batch``."""
-        for _ in range(min(count, self.depth)):
+    def start(self, batch: Batch) -> None:
+        """Let as many threads work on ``batch`` as it can use."""
+        for _ in range(min(batch.shares, self.depth)):
             self._queue.put(batch.run)
 
     def stop(self, timeout_s: float) -> bool:
@@ -145,7 +152,7 @@ class Workers:
 
 
 def measure_depth(folder: Path, io: FileIO) -> int:
-    """Return the smallest depth whose reads reach 90% of the best rate; takes some 100 ms.
+    """Return the smallest depth whose reads reach 85% of the best rate; takes some 100 ms.
 
     A folder that cannot be measured gets a middle value: the store will count its errors.
     """
@@ -175,9 +182,8 @@ def _read_rate(fd: int, depth: int, io: FileIO) -> float:
     """Reads per second, the better of two passes over the probe."""
     count = _PROBE_BYTES // _PROBE_READ_BYTES
 
-    def read(_: Batch, index: int) -> bool:
-        io.read(fd, scratch(_PROBE_READ_BYTES), index * _PROBE_READ_BYTES)
-        return True
+    def read(_: Batch, places: range) -> None:
+        io.read(fd, scratch(_PROBE_READ_BYTES), places[0] * _PROBE_READ_BYTES)
 
     workers = Workers(depth)
     try:
@@ -186,9 +192,9 @@ def _read_rate(fd: int, depth: int, io: FileIO) -> float:
         workers.stop(1.0)
 
 
-def _pass_rate(workers: Workers, count: int, read: Callable[[Batch, int], bool]) -> float:
+def _pass_rate(workers: Workers, count: int, read: Callable[[Batch, range], None]) -> float:
     batch = Batch(count, read)
     begin = time.perf_counter()
-    workers.start(batch, count)
+    workers.start(batch)
     batch.wait(1.0)
     return count / (time.perf_counter() - begin)
