@@ -105,8 +105,10 @@ class Transfers:
     def names(self, refs: Sequence[PageRef], writing: bool) -> list[bytes | None]:
         """Return the names under which pages are filed; None where an owner has no usable key."""
         names: list[bytes | None] = [None] * len(refs)
-        for owner in dict.fromkeys(ref.owner for ref in refs):
-            places = [place for place, ref in enumerate(refs) if ref.owner == owner]
+        by_owner: dict[Owner, list[int]] = {}
+        for place, ref in enumerate(refs):
+            by_owner.setdefault(ref.owner, []).append(place)
+        for owner, places in by_owner.items():
             keys = [refs[place].key for place in places]
             filed = self._codec.file_names(owner, keys, writing)
             if filed is None:

@@ -1,0 +1,265 @@
+"""The NVMe store as SGLang's HiCache sees it (``--hicache-storage-backend dynamic``).
+
+    --hicache-storage-backend-extra-config '{
+        "backend_name": "sglang_ext", "module_path": "sglang_ext.tiering.storage_backend",
+        "class_name": "ExtStorage", "interface_v1": 1,
+        "folder": "/var/lib/sglang-ext", "total_bytes": 2000000000000, "weights_hash": "..."}'
+
+Optional: ``kv_dtype`` and ``scales`` (what the pool's tensor type does not tell), ``depth``,
+``timeout_s``, ``encrypted_owners`` with ``master_key_file`` or ``master_key_env``.
+
+SGLang names pages by a hash and says no owner. The cache tells it first through ``note_owner``. A
+page without an owner is never written; to be read, it is looked for among the owners that are here.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+)
+
+from sglang_ext.errors import StoreError, UnsupportedError
+from sglang_ext.tiering.caps import Caps
+from sglang_ext.tiering.encryption import (
+    KeyRing,
+    master_key_from_environment,
+    master_key_from_file,
+)
+from sglang_ext.tiering.nvme_store import NvmeStore, StoreConfig
+from sglang_ext.tiering.page_format import Fingerprint
+from sglang_ext.tiering.transfers import PageRef
+from sglang_ext.types import Owner
+
+__all__ = ["ExtStorage"]
+
+_NOTES = 2**18
+"""Owners of so many hashes are remembered: those on their way between the cache and the store."""
+
+
+class ExtStorage(HiCacheStorage):
+    """Pages of one rank. Every answer about a page is a value; only setting up raises."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        """Remember the configuration; the folder is opened when the host pool is known."""
+        if storage_config.is_mla_model and storage_config.tp_size > 1:
+            raise UnsupportedError(
+                "NVMe tier: SGLang writes the pages of an MLA model from one rank only, and ranks"
+                " do not share a folder; use --tp 1, or no NVMe tier"
+            )
+        self._config = storage_config
+        self._extra: dict[str, Any] = dict(storage_config.extra_config or {})
+        for name in ("folder", "total_bytes", "weights_hash"):
+            if name not in self._extra:
+                raise StoreError(f"NVMe tier: {name!r} is missing in the storage backend's config")
+        self._owners: OrderedDict[str, Owner] = OrderedDict()
+        self._owners_lock = threading.Lock()
+        self._store: NvmeStore | None = None
+
+    @property
+    def store(self) -> NvmeStore:
+        """The store behind it, for caps, usage, counters, deletion; needs the host pool."""
+        assert self._store is not None, "register_mem_pool_host comes first"
+        return self._store
+
+    def note_owner(self, hashes: Iterable[str], owner: Owner) -> None:
+        """Tell whose pages these are, before they are written or looked for. O(hashes)."""
+        with self._owners_lock:
+            for name in hashes:
+                self._owners[name] = owner
+                self._owners.move_to_end(name)
+            while len(self._owners) > _NOTES:
+                self._owners.popitem(last=False)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the folder for pages of this pool. Raises StoreError, KeyRingError."""
+        super().register_mem_pool_host(mem_pool_host)
+        try:
+            page = mem_pool_host.get_data_page(0, flat=False)
+        except NotImplementedError as error:
+            raise UnsupportedError(f"NVMe tier: {type(mem_pool_host).__name__}: {error}") from error
+        self._page_bytes = page.numel() * page.element_size()
+        self._store = NvmeStore(self._store_config(page), self._keyring())
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """Count the pages that are there, up to the first that is not."""
+        refs = self._refs(keys)
+        found = self.store.contains_batch([ref for ref in refs if ref is not None])
+        for place, ref in enumerate(refs):
+            if ref is None or not found[place]:
+                return place
+        return len(keys)
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Read pages into the host pool; False for each that must be computed instead."""
+        pages = self._pages(host_indices)
+        return self._read(keys, pages)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Write pages of the host pool; False for each that was refused."""
+        return self._write(keys, self._pages(host_indices))
+
+    def get(
+        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Read pages into flat tensors, new ones where none are given; None for a miss."""
+        if target_locations is None:
+            target_locations = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        found = self._read(keys, target_locations)
+        return [page if hit else None for page, hit in zip(target_locations, found, strict=True)]
+
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Write flat pages; False when any of them was refused."""
+        return all(self._write(keys, values or []))
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def clear(self) -> None:
+        """Delete every page of every owner."""
+        for owner in self.store.owners():
+            self.store.delete_owner(owner)
+
+    def close(self) -> None:
+        """Save the index and free the folder."""
+        if self._store is not None:
+            self._store.close()
+
+    def _read(self, keys: list[str], pages: Sequence[torch.Tensor]) -> list[bool]:
+        refs = self._refs(keys)
+        places = [place for place, ref in enumerate(refs) if ref is not None]
+
+        def deliver(index: int, body: memoryview) -> None:
+            _as_bytes(pages[places[index]]).copy_(_like(body, pages[places[index]]))
+
+        wanted = [ref for ref in refs if ref is not None]
+        return _spread(len(keys), places, self.store.get_batch(wanted, deliver))
+
+    def _write(self, keys: list[str], pages: Sequence[torch.Tensor]) -> list[bool]:
+        with self._owners_lock:
+            owners = [self._owners.get(key) for key in keys]
+        places = [place for place, owner in enumerate(owners) if owner is not None]
+
+        def fill(index: int, body: memoryview) -> None:
+            page = pages[places[index]]
+            _like(body, page).copy_(_as_bytes(page))
+
+        refs = [
+            PageRef(owner, bytes.fromhex(key))
+            for owner, key in zip(owners, keys, strict=True)
+            if owner is not None
+        ]
+        stored = self.store.put_batch(refs, [self._page_bytes] * len(refs), fill)
+        return _spread(len(keys), places, stored)
+
+    def _refs(self, keys: list[str]) -> list[PageRef | None]:
+        """Return whose pages these are; None where no owner here has such a page."""
+        with self._owners_lock:
+            owners = [self._owners.get(key) for key in keys]
+        candidates = self.store.owners() if None in owners else []
+        refs: list[PageRef | None] = []
+        for key, owner in zip(keys, owners, strict=True):
+            name = bytes.fromhex(key)
+            if owner is None:
+                owner = self.store.find_owner(name, candidates)
+                # The next page of the path most likely belongs to the same owner.
+                candidates.sort(key=lambda candidate: candidate != owner)
+            refs.append(None if owner is None else PageRef(owner, name))
+        return refs
+
+    def _pages(self, host_indices: torch.Tensor) -> list[torch.Tensor]:
+        pool = self.mem_pool_host
+        starts = host_indices.tolist()[:: pool.page_size]
+        return [pool.get_data_page(start, flat=False) for start in starts]
+
+    def _store_config(self, page: torch.Tensor) -> StoreConfig:
+        config, extra, pool = self._config, self._extra, self.mem_pool_host
+        rank = f"tp{config.tp_rank}of{config.tp_size}-pp{config.pp_rank}of{config.pp_size}"
+        encrypted = frozenset(extra.get("encrypted_owners", ()))
+        return StoreConfig(
+            folder=Path(extra["folder"]) / f"{rank}-dp{config.dp_rank}",
+            fingerprint=Fingerprint(
+                model_id=str(config.model_name),
+                weights_hash=str(extra["weights_hash"]),
+                kv_dtype=f"{extra.get('kv_dtype', 'auto')} in {pool.dtype}",
+                scales=str(extra.get("scales", "")),
+                layout=f"{pool.layout} {tuple(page.shape)}",
+                page_size=pool.page_size,
+                tp_rank=config.tp_rank,
+                tp_size=config.tp_size,
+                pp_rank=config.pp_rank,
+                pp_size=config.pp_size,
+            ),
+            caps=Caps(total_bytes=int(extra["total_bytes"])),
+            depth=extra.get("depth"),
+            timeout_s=float(extra.get("timeout_s", 5.0)),
+            encrypted=lambda owner: owner in encrypted,
+        )
+
+    def _keyring(self) -> KeyRing | None:
+        extra = self._extra
+        if "master_key_file" in extra:
+            master = master_key_from_file(Path(extra["master_key_file"]))
+        elif "master_key_env" in extra:
+            master = master_key_from_environment(extra["master_key_env"])
+        elif extra.get("encrypted_owners"):
+            raise StoreError("NVMe tier: encrypted_owners needs master_key_file or master_key_env")
+        else:
+            return None
+        return KeyRing(Path(extra["folder"]) / "keys", master)
+
+
+def _as_bytes(page: torch.Tensor) -> torch.Tensor:
+    return page.view(torch.uint8)
+
+
+def _like(body: memoryview, page: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(body, dtype=torch.uint8).view(_as_bytes(page).shape)
+
+
+def _spread(count: int, places: Sequence[int], values: Sequence[bool]) -> list[bool]:
+    result = [False] * count
+    for place, value in zip(places, values, strict=True):
+        result[place] = value
+    return result
