@@ -18,6 +18,8 @@ import psutil
 READY = "The server is fired up and ready to roll!"
 # What SGLang logs when its idle invariant (design.md, section 3) does not hold.
 _LEAK = re.compile(r"memory leak detected|Pool leak|leak detected", re.IGNORECASE)
+# Threads that spin while they wait starve each other when a test has more servers than cores.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 START_SECONDS = 240
 STOP_SECONDS = 10
 
@@ -46,7 +48,7 @@ class ServerProcess:
             stdin=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
         )
         threading.Thread(target=self._read, daemon=True).start()
 
