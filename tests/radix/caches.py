@@ -77,7 +77,7 @@ class Rig:
         lock = self.cache.lock(found.last_device_node)
         slots = self.alloc(whole - found.device_prefix_len)
         cached = self.core.collect_full_device_indices(
-            found.last_device_node, self.core.root_node.id
+            found.last_device_node, self.core.root_node_handle()
         )
         value = torch.cat((cached, slots))
         result = self.cache.insert(
