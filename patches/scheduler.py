@@ -1,4 +1,4 @@
-"""Hook on the scheduler: no request enters the queue without a namespace.
+"""Hooks on the scheduler: no request enters the queue without a namespace.
 
 SGLang has no cache key in embedding requests, so that they would all meet in one namespace. Their
 id carries the tenant (``tenancy.identity``), and this is where it takes effect; so does a client's
@@ -9,12 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.namespace import SYSTEM_OWNER, frame, is_framed, parse
+from sglang_ext.patches.admission import admission_hooks
 from sglang_ext.patches.hooks import Hook
+from sglang_ext.patches.retraction import retraction_hooks
+from sglang_ext.patches.schedule_policy import policy_hooks
+from sglang_ext.patches.scheduling import TenantScheduling, scheduling_hooks
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.types import Owner
 
-__all__ = ["namespace_hooks"]
+__all__ = ["namespace_hooks", "scheduler_hooks"]
 
 _TARGET = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 
@@ -32,6 +36,17 @@ def namespace_hooks(policy: Policy) -> list[Hook]:
         original(scheduler, req, is_retracted)
 
     return [Hook(_TARGET, add_request_to_queue, ("self", "req", "is_retracted"))]
+
+
+def scheduler_hooks(policy: Policy) -> list[Hook]:
+    """Return the hooks that share one scheduler's time and memory between its tenants."""
+    scheduling = TenantScheduling(policy)
+    return [
+        *scheduling_hooks(scheduling),
+        *policy_hooks(scheduling),
+        *admission_hooks(scheduling),
+        *retraction_hooks(scheduling),
+    ]
 
 
 def _owner(policy: Policy, rid: str) -> Owner:

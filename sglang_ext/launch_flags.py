@@ -16,6 +16,7 @@ _CPU_POOL = {"--max-total-tokens": "32768", "--mem-fraction-static": "0.3"}
 _ALIASES = {"--model": "--model-path"}
 _BACKEND_FLAG = "--radix-cache-backend"
 _BACKEND = "sglang_ext"
+_PRIORITIES = "--enable-priority-scheduling"
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -51,6 +52,8 @@ def with_defaults(
     if _BACKEND_FLAG in given:
         raise UnsupportedError(f"{_BACKEND_FLAG} is set by sglang_ext; leave it out")
     defaults = {_BACKEND_FLAG: _BACKEND, **_engine_flags(policy), **(demo_model or {})}
+    if _PRIORITIES not in given:
+        defaults["--schedule-policy"] = "tenant-fair"
     if on_cpu:
         defaults |= _cpu_flags(given)
     chosen = {flag: value for flag, value in defaults.items() if flag not in given}

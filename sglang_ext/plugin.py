@@ -19,18 +19,23 @@ def register() -> None:
     from sglang_ext.operations import OPERATIONS
     from sglang_ext.patches import hooks
     from sglang_ext.patches.admin_channel import admin_channel_hooks
-    from sglang_ext.patches.scheduler import namespace_hooks
+    from sglang_ext.patches.refusal_status import refusal_status_hooks
+    from sglang_ext.patches.schedule_policy import offer_tenant_fair
+    from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
     from sglang_ext.patches.shutdown import shutdown_hooks
     from sglang_ext.patches.tokenizer_manager import identity_hooks
     from sglang_ext.patches.versions import check_version
     from sglang_ext.public_prefixes import public_prefixes
 
     check_version()
+    offer_tenant_fair()
     hooks.install(
         [
             *identity_hooks(active.request_metrics()),
             *namespace_hooks(active.policy()),
             *admin_channel_hooks(OPERATIONS),
+            *refusal_status_hooks(),
+            *scheduler_hooks(active.policy()),
             *shutdown_hooks(),
         ]
     )

@@ -8,6 +8,7 @@ from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
 from sglang_ext.tenancy.keys import KeyRing, Principal
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tenancy.refusals import refusal_body
+from sglang_ext.tenancy.refused import serve
 from sglang_ext.tenancy.routes import Access, access_of, dialect_of
 
 __all__ = ["TenantAuth"]
@@ -63,7 +64,7 @@ class TenantAuth:
             return
         token = current_identity.set(verdict)
         try:
-            await self._app(scope, receive, send)
+            await serve(self._app, scope, receive, send)
         finally:
             current_identity.reset(token)
 

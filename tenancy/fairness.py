@@ -43,7 +43,7 @@ QUANTUM_TOKENS = 512
 """Weighted tokens that a tenant which comes back may be ahead of those that kept waiting."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
     """One waiting request, and its prompt tokens by cache state.
 

@@ -1,0 +1,209 @@
+"""Who may start: refusals at the door, and the room of each owner when a batch is put together.
+
+SGLang ends its admission loop at the first request that does not fit. Where a request does not fit
+its *owner*, others must not wait for it: it is passed over and stays in the queue. After one of an
+owner's requests was passed over, the later ones of that owner are too, so that a large request is
+not starved by small ones; what runs ends, and then it fits.
+"""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from sglang_ext.patches.hooks import Hook
+from sglang_ext.patches.scheduling import TenantScheduling, last_token
+from sglang_ext.tenancy.identity import tenant_of_id
+from sglang_ext.types import Owner
+
+__all__ = ["Refusal", "TenantPrefillAdder", "admission_hooks"]
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_LONGEST_RETRY_S = 60
+
+
+class Refusal(NamedTuple):
+    """Why a request is not taken. ``retry_after`` in seconds, 0: never."""
+
+    reason: str
+    status: HTTPStatus
+    message: str
+    retry_after: int = 0
+
+
+class TenantPrefillAdder(PrefillAdder):
+    """One pass of admissions; SGLang makes a new one for each."""
+
+    def __init__(self, *args: Any, scheduling: TenantScheduling, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scheduling = scheduling
+        # The queue's tail under ``tenant-fair``: owners without room, as in the pass before.
+        self._held = frozenset(scheduling.blocked)
+        self._taken: Counter[Owner] = Counter()
+        self._passed_over: set[Owner] = set()
+        self._only_reserved = False
+
+    def add_one_req(
+        self, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> Any:
+        """Admit ``req``, or pass it over (CONTINUE), or end the pass (any other result)."""
+        owner = self._scheduling.ticket(req).owner
+        if owner in self._held:
+            self._scheduling.skipped(req, "quota")
+            return AddReqResult.OTHER
+        if owner in self._passed_over:
+            return AddReqResult.CONTINUE
+        if self._is_anothers_turn(req):
+            self._scheduling.skipped(req, "turn")
+            return AddReqResult.OTHER
+        with self.tree_cache.as_requester((owner,)):
+            if not self._has_room(req, owner):
+                return self._pass_over(req, owner, "quota")
+            result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        return self._booked(req, owner, result)
+
+    def _is_anothers_turn(self, req: Any) -> bool:
+        """Tell whether the batch holds a tenant that is owed this step, which ``req`` would slow.
+
+        A tenant that comes back is a quantum behind: its first tokens are not computed in one batch
+        with the next prompts of a flood, which get the step after.
+        """
+        scheduling = self._scheduling
+        if not (scheduling.fair and self.can_run_list):
+            return False
+        tenant = scheduling.ticket(req).tenant
+        others = {scheduling.ticket(other).tenant for other in self.can_run_list}
+        return any(scheduling.is_owed_a_step(other, tenant) for other in others)
+
+    def _has_room(self, req: Any, owner: Owner) -> bool:
+        """Tell whether ``req`` can run to its last token within what its owner may have now."""
+        scheduling = self._scheduling
+        if not scheduling.limited:
+            return True
+        need = self._need(req)
+        # Locked as it will be: cached pages count against a quota only while they are in use.
+        with self._lock_node(req.last_node):
+            room = scheduling.room(owner) - self._taken[owner]
+        if self._only_reserved:
+            room = min(room, scheduling.unused_reserve(owner) - self._taken[owner])
+        elif need > room and not self._taken[owner] and scheduling.fair:
+            scheduling.blocked[owner] = need
+        return need <= room
+
+    def _need(self, req: Any) -> int:
+        return self.ceil_paged_tokens(last_token(req)) - int(req.prefix_len)
+
+    def _pass_over(self, req: Any, owner: Owner, reason: str) -> Any:
+        self._passed_over.add(owner)
+        self._scheduling.skipped(req, reason)
+        return AddReqResult.CONTINUE
+
+    def _booked(self, req: Any, owner: Owner, result: Any) -> Any:
+        """Book an admission; where memory is short, go on for those who have a reserve."""
+        if self.can_run_list and self.can_run_list[-1] is req:
+            self._taken[owner] += self._need(req)
+            self._scheduling.admitted(req)
+        elif result is AddReqResult.NO_TOKEN:
+            self._pass_over(req, owner, "memory")
+        if result is AddReqResult.NO_TOKEN and self._scheduling.has_reserve_waiting(owner):
+            self._only_reserved = True
+            return AddReqResult.CONTINUE
+        return result
+
+    def _select_prefill_admission(self, req: Any, **limits: Any) -> Any:
+        admission = super()._select_prefill_admission(req, **limits)
+        # SGLang follows one unfinished prompt; under our chunk limit one may be there already.
+        second = limits.get("has_chunked_req") and getattr(admission, "is_chunked", False)
+        return AddReqResult.OTHER if second else admission
+
+
+def admission_hooks(scheduling: TenantScheduling) -> list[Hook]:
+    """Return the hooks at the door and at the making of a batch."""
+
+    def init_req_max_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:
+        open_ended = req.sampling_params.max_new_tokens is None
+        original(scheduler, req)
+        if open_ended and scheduling.limited:
+            _cap_output(scheduling, req)
+
+    def abort_on_queued_limit(original: Callable[..., bool], scheduler: Any, recv_req: Any) -> bool:
+        if original(scheduler, recv_req):
+            return True
+        refusal = _refusal(scheduling, scheduler, recv_req)
+        if refusal is None:
+            scheduling.arrived(recv_req, scheduler.waiting_queue)
+            return False
+        _refuse(scheduling, scheduler, recv_req, refusal)
+        return True
+
+    def get_prefill_adder_class(original: Callable[..., Any], scheduler: Any) -> Any:
+        return partial(TenantPrefillAdder, scheduling=scheduling)
+
+    return [
+        Hook(f"{_SCHEDULER}.init_req_max_new_tokens", init_req_max_new_tokens, ("self", "req")),
+        Hook(f"{_SCHEDULER}._abort_on_queued_limit", abort_on_queued_limit, ("self", "recv_req")),
+        Hook(f"{_SCHEDULER}.get_prefill_adder_class", get_prefill_adder_class, ("self",)),
+    ]
+
+
+def _never_fits(scheduling: TenantScheduling, req: Any, tokens: int) -> str | None:
+    """Return why a request that grows to ``tokens`` can never run, None when it can."""
+    cache = scheduling.cache
+    page: int = cache.page_size
+    # A page more than it fills, as SGLang's budget asks for.
+    needed = -(-tokens // page) * page + page
+    message: str | None = cache.fits_ever(cache.owner_of(req), needed)
+    return message
+
+
+def _cap_output(scheduling: TenantScheduling, req: Any) -> None:
+    """Shorten an answer that nobody asked to be long to what its owner may ever hold."""
+    prompt, most = len(req.origin_input_ids), req.sampling_params.max_new_tokens
+    fits = bisect_left(
+        range(most + 1),
+        True,
+        key=lambda output: _never_fits(scheduling, req, prompt + output) is not None,
+    )
+    if 1 < fits <= most:
+        req.sampling_params.max_new_tokens = fits - 1
+        req.sampling_params.min_new_tokens = min(req.sampling_params.min_new_tokens, fits - 1)
+
+
+def _refusal(scheduling: TenantScheduling, scheduler: Any, req: Any) -> Refusal | None:
+    """Return why ``req`` is not taken into the queue; one that was in it before always is."""
+    if req.retracted_stain:
+        return None
+    if req.to_finish is not None and req.session is None:
+        # SGLang found it wrong, and would have it wait for its turn to say so.
+        reason = req.to_finish
+        return Refusal("invalid", HTTPStatus(reason.status_code), reason.message)
+    message = _never_fits(scheduling, req, last_token(req)) if scheduling.limited else None
+    if message is not None:
+        return Refusal("too_large", HTTPStatus.BAD_REQUEST, message)
+    tenant = scheduling.tenant(tenant_of_id(req.rid))
+    queued = scheduling.backlog.counts(scheduler.waiting_queue).get(tenant.name, 0)
+    if queued < tenant.max_queued:
+        return None
+    text = f"{queued} requests of this tenant wait already, which is the most it may have waiting"
+    wait = math.ceil(min(scheduling.last_wait.get(tenant.name, 0.0), _LONGEST_RETRY_S))
+    return Refusal("queue_full", HTTPStatus.TOO_MANY_REQUESTS, text, max(1, wait))
+
+
+def _refuse(scheduling: TenantScheduling, scheduler: Any, req: Any, refusal: Refusal) -> None:
+    reason = {
+        "type": "abort",
+        "status_code": int(refusal.status),
+        "message": refusal.message,
+        "retry_after": refusal.retry_after,
+    }
+    req.time_stats.trace_ctx.abort(abort_info=reason)
+    scheduler.send_abort_output(AbortReq(rid=req.rid, finished_reason=reason), req)
+    if scheduling.metrics is not None:
+        tenant = scheduling.tenant(tenant_of_id(req.rid))
+        scheduling.metrics.refused(tenant.name, refusal.reason)
