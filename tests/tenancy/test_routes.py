@@ -16,7 +16,7 @@ from sglang.srt.utils.common import add_prometheus_middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
-from sglang_ext.tenancy import routes
+from sglang_ext.tenancy import auth, routes
 from sglang_ext.tenancy.auth import TenantAuth
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.tenancy.routes import Access, Dialect, access_of, dialect_of
@@ -64,9 +64,9 @@ _ROUTES = list(_leaves(app.routes))
 _TEMPLATES = {leaf.template for leaf in _ROUTES}
 
 
-def _dispatched(tree: list[_Route], path: str, method: str) -> str | None:
+def _dispatched(tree: list[_Route], path: str, method: str, root: str = "") -> str | None:
     """Return the template of the route that Starlette runs, None for 404, 405 and a redirect."""
-    scope = {"type": "http", "path": path, "method": method, "root_path": "", "headers": []}
+    scope = {"type": "http", "path": path, "method": method, "root_path": root, "headers": []}
     full = (leaf for leaf in tree if leaf.route.matches(scope)[0] is Match.FULL)
     found = next(full, None)
     return None if found is None else found.template
@@ -133,6 +133,7 @@ def _paths(draw: st.DrawFn) -> str:
 @example("/generate/", "POST")
 @example("/generate/../flush_cache", "POST")
 @example("/v1/models/../../flush_cache", "POST")
+@example("/v1/models/../../health", "GET")
 @example("/v1/responses/r1/cancel/../../../flush_cache", "POST")
 @example("/flush_cache%0a", "POST")
 @example("/%66lush_cache", "POST")
@@ -152,9 +153,39 @@ def test_a_plain_path_gets_exactly_what_its_route_asks(leaf: _Route) -> None:
     assert access_of(path) is access_of(leaf.template)
 
 
-def test_an_unknown_route_needs_the_admin_key() -> None:
-    assert access_of("/a_route_of_the_next_sglang") is Access.ADMIN
-    assert access_of("") is Access.ADMIN
+@given(_paths(), _METHODS, st.sampled_from(["/proxy", "/generate", "/v1", "/v1/", "/proxy/"]))
+@example("", "GET", "/generate")
+@example("x/generate", "POST", "/proxy")
+def test_no_trick_behind_a_proxy_either(raw: str, method: str, root: str) -> None:
+    for path in (unquote(raw), root + unquote(raw)):
+        template = _dispatched(_ROUTES, path, method, root)
+        seen = auth._path({"path": path, "root_path": root})
+        if template is not None:
+            assert _RANK[access_of(seen)] >= _RANK[access_of(template)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/a_route_of_the_next_sglang",
+        "/generate/",
+        "/generate/x",
+        "//generate",
+        "/Generate",
+        "generate",
+        "/generate\n",
+        "/healthy",
+        "/health/x",
+        "/v1/models/",
+        "/v1/responses/",
+        "/v1/responses/r1/input_items",
+        "/v1/responses/r1/cancel/x",
+        "/v1/messages/x",
+    ],
+)
+def test_what_is_not_in_the_table_needs_the_admin_key(path: str) -> None:
+    assert access_of(path) is Access.ADMIN
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/metricsx", "/metrics/../x"])
@@ -183,7 +214,7 @@ def test_what_passes_as_a_preflight_reaches_no_route() -> None:
     async def inner(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("a route was reached without a key")
 
-    auth = TenantAuth(
+    guarded = TenantAuth(
         CORSMiddleware(inner, **options[0]),
         parse_policy("version: 1\ntenants: {a: {}}"),
         lambda key: False,
@@ -194,7 +225,7 @@ def test_what_passes_as_a_preflight_reaches_no_route() -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "OPTIONS", "path": "/metrics", "headers": _PREFLIGHT}
-    asyncio.run(auth(scope, lambda: asyncio.sleep(0, {}), send))
+    asyncio.run(guarded(scope, lambda: asyncio.sleep(0, {}), send))
     assert sent[0]["status"] == 200
 
 
