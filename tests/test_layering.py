@@ -17,8 +17,10 @@ _TOP = {"plugin", "launch_server", "cli"}
 _IMPORT_SGLANG = {
     "sglang_ext/cache_backend.py",
     "sglang_ext/launch_server.py",
+    "sglang_ext/pins.py",
     "sglang_ext/prefix_cache.py",
     "sglang_ext/public_prefixes.py",
+    "sglang_ext/quotas.py",
     "sglang_ext/tokenizer_metrics.py",
     "sglang_ext/warm_up.py",
     "radix/component.py",
@@ -28,11 +30,15 @@ _IMPORT_SGLANG = {
     "radix/key.py",
     "radix/node.py",
     "radix/tree_core.py",
+    "tiering/storage_backend.py",
     "patches/admin_channel.py",
+    "patches/admission.py",
     "patches/cpu_attention.py",
     "patches/cpu_attention_backend.py",
+    "patches/cpu_kernels.py",
     "patches/cpu_platform_class.py",
     "patches/hooks.py",
+    "patches/schedule_policy.py",
     "patches/shutdown.py",
 }
 
