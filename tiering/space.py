@@ -13,7 +13,7 @@ from sglang_ext.tiering.counters import Counters, reason_of
 from sglang_ext.tiering.index_db import IndexWriter, Row
 from sglang_ext.tiering.page_index import Entry, PageIndex
 from sglang_ext.tiering.slabs import Slabs, Slot
-from sglang_ext.types import Owner
+from sglang_ext.types import PUBLIC, Owner
 
 __all__ = ["Space"]
 
@@ -117,7 +117,8 @@ class Space:
         if self.used_bytes > self.caps.total_bytes:
             self.slabs.trim()
         while self.used_bytes > self.caps.total_bytes:
-            if not self._evict_for(None, 0):
+            # A cap below the sum of the reserves wins over them.
+            if not any(self._evict_from(owner, 0) for owner in self._victims(PUBLIC, hard=True)):
                 break
 
     def check_integrity(self) -> None:
@@ -158,10 +159,13 @@ class Space:
                 self._counters.add("no_room")
                 return None
 
-    def _evict_for(self, owner: Owner | None, slot_bytes: int) -> bool:
-        asking = owner if owner is not None else Owner("")
-        victims = self._order(self.index.usage, self.caps, asking)
-        return any(self._evict_from(victim, slot_bytes) for victim in victims)
+    def _evict_for(self, owner: Owner, slot_bytes: int) -> bool:
+        return any(self._evict_from(victim, slot_bytes) for victim in self._victims(owner))
+
+    def _victims(self, asking: Owner, hard: bool = False) -> list[Owner]:
+        """Return who gives first; with ``hard``, those protected by a reserve come at the end."""
+        victims = list(self._order(self.index.usage, self.caps, asking))
+        return victims + self.index.owners() if hard else victims
 
     def _evict_from(self, owner: Owner, slot_bytes: int) -> bool:
         """Evict the least recently used page of ``owner`` whose slot can be had."""

@@ -20,8 +20,10 @@ from sglang_ext.types import Owner
 __all__ = ["Deliver", "Fill", "PageRef", "Transfers", "copy_from", "copy_into"]
 
 _STEP_S = 1e-6
-_TOGETHER_BYTES = 2**18
+_TOGETHER_BYTES = 2**20
 """Small pages are moved several at a time, up to this size."""
+_TURNS = 4
+"""Each thread gets so many shares of a full batch, so that some copy while others wait."""
 
 Fill = Callable[[int, memoryview], None]
 """(position in the batch, where the body goes): write all of it. Called from several threads."""
@@ -165,7 +167,8 @@ class Transfers:
         timeout_s: float,
     ) -> list[bool]:
         """Let the workers share ``count`` pages, small ones several at a time."""
-        together = min(_TOGETHER_BYTES // slot_bytes, -(-count // self._workers.depth))
+        share = -(-count // (self._workers.depth * _TURNS))
+        together = min(_TOGETHER_BYTES // slot_bytes, share)
         batch = Batch(count, work, max(1, together))
         self._workers.start(batch)
         outcome = batch.wait(timeout_s)

@@ -20,7 +20,7 @@ __all__ = ["Batch", "Outcome", "Workers", "measure_depth", "scratch"]
 
 logger = logging.getLogger(__name__)
 
-_CANDIDATES = (1, 2, 4, 8, 16)
+_CANDIDATES = (1, 2, 4, 8)  # more threads would only wait for the interpreter's lock
 _PROBE_BYTES = 16 * 2**20
 _PROBE_READ_BYTES = 256 * 2**10
 _GOOD_ENOUGH = 0.85

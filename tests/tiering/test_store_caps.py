@@ -119,6 +119,17 @@ def test_a_reserve_is_not_taken_for_another_owner(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_cap_below_the_reserves_wins(tmp_path: Path) -> None:
+    limits = {owner: Limit(reserve_bytes=10 * SLOT_BYTES) for owner in (ALICE, BOB)}
+    store = make_store(tmp_path, caps=Caps(total_bytes=20 * SLOT_BYTES, limits=limits))
+    for owner in (ALICE, BOB):
+        put(store, refs_of(owner, range(10)))
+    store.set_caps(Caps(total_bytes=6 * SLOT_BYTES, limits=limits))
+    assert store.total_usage().total <= 6 * SLOT_BYTES
+    store.check_integrity()
+    store.close()
+
+
 def test_lowered_caps_evict_at_once(tmp_path: Path) -> None:
     store = make_store(tmp_path, total=50 * SLOT_BYTES)
     put(store, refs_of(ALICE, range(40)))
