@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     get_tree_core_factory,
     register_tree_core_backend,
 )
+from sglang.srt.runtime_context import get_memory
 
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.prefix_cache import TenantRadixCache
@@ -53,7 +54,7 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
     Raises UnsupportedError for a mode in which tenants could not be kept apart.
     """
     public = prefixes(ctx) if prefixes is not None else PublicPrefixes((), ctx.params.page_size)
-    _refuse_unsupported(ctx.params, public)
+    _refuse_unsupported(ctx, public)
     ctx.params.tree_core_backend = BACKEND
     ctx.params.component_registry_override = {
         **(ctx.params.component_registry_override or {}),
@@ -64,14 +65,29 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
     )
 
 
-def _refuse_unsupported(params: Any, public: PublicPrefixes) -> None:
+def _refuse_unsupported(ctx: Any, public: PublicPrefixes) -> None:
+    params = ctx.params
     if params.eviction_policy.lower() != "lru" and not params.disable:
         raise UnsupportedError(
             f"--radix-eviction-policy {params.eviction_policy} does not work with "
             f"--radix-cache-backend {BACKEND}, which decides by tenant and recency; use lru"
+        )
+    if params.enable_session_radix_cache:
+        raise UnsupportedError(
+            "--enable-session-radix-cache keeps sessions longer than anything else, whoever owns "
+            f"them, and does not work with --radix-cache-backend {BACKEND}; drop the flag"
         )
     if params.enable_kv_cache_events and public:
         raise UnsupportedError(
             "--kv-events-config does not work with public_prefixes: SGLang's KV events cannot "
             "say that a path changes its owner; drop one of the two"
         )
+    if public and ctx.enable_hierarchical_cache and _only_buffers():
+        raise UnsupportedError(
+            "--hicache-host-memory-mode buffer_only does not work with public_prefixes: its keys "
+            "of the lower tiers do not know where a text turns private; drop one of the two"
+        )
+
+
+def _only_buffers() -> bool:
+    return str(get_memory().hicache_host_memory_mode) == "buffer_only"
