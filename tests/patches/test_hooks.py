@@ -11,8 +11,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_ext.errors import HookError, UnsupportedError
 from sglang_ext.patches import hooks, versions
+from sglang_ext.patches.admin_channel import admin_channel_hooks
 from sglang_ext.patches.hooks import Hook
-from sglang_ext.patches.scheduler import namespace_hooks
+from sglang_ext.patches.refusal_status import refusal_status_hooks
+from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
 from sglang_ext.patches.shutdown import shutdown_hooks
 from sglang_ext.patches.tokenizer_manager import identity_hooks
 from sglang_ext.patches.versions import SGLANG_VERSION, check_signature, check_version
@@ -127,7 +129,14 @@ def test_only_one_version_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _all_hooks() -> list[Hook]:
     policy = parse_policy("version: 1\ntenants: {a: {}}")
-    return [*identity_hooks(_Silent()), *namespace_hooks(policy), *shutdown_hooks()]
+    return [
+        *identity_hooks(_Silent()),
+        *namespace_hooks(policy),
+        *admin_channel_hooks({}),
+        *refusal_status_hooks(),
+        *scheduler_hooks(policy),
+        *shutdown_hooks(),
+    ]
 
 
 @pytest.mark.parametrize("hook", _all_hooks(), ids=lambda hook: hook.target)

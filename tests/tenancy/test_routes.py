@@ -182,6 +182,7 @@ def test_no_trick_behind_a_proxy_either(raw: str, method: str, root: str) -> Non
         "/v1/responses/r1/input_items",
         "/v1/responses/r1/cancel/x",
         "/v1/messages/x",
+        "/ext/v1/tree",
     ],
 )
 def test_what_is_not_in_the_table_needs_the_admin_key(path: str) -> None:
