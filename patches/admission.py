@@ -62,10 +62,10 @@ class TenantPrefillAdder(PrefillAdder):
         if self._is_anothers_turn(req):
             self._scheduling.skipped(req, "turn")
             return AddReqResult.OTHER
-        with self.tree_cache.as_requester((owner,)):
-            if not self._has_room(req, owner):
-                return self._pass_over(req, owner, "quota")
-            result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        result = self._shortage(req, owner)
+        if result is None:
+            with self.tree_cache.as_requester((owner,)):
+                result = super().add_one_req(req, has_chunked_req, truncation_align_size)
         return self._booked(req, owner, result)
 
     def _is_anothers_turn(self, req: Any) -> bool:
@@ -81,20 +81,28 @@ class TenantPrefillAdder(PrefillAdder):
         others = {scheduling.ticket(other).tenant for other in self.can_run_list}
         return any(scheduling.is_owed_a_step(other, tenant) for other in others)
 
-    def _has_room(self, req: Any, owner: Owner) -> bool:
-        """Tell whether ``req`` can run to its last token within what its owner may have now."""
+    def _shortage(self, req: Any, owner: Owner) -> Any:
+        """Return the result for a request that finds no room to run to its last token, else None.
+
+        Over its owner's hard quota it is passed over. Where the pool is short it ends the pass, as
+        in SGLang, so that small requests do not starve a large one.
+        """
         scheduling = self._scheduling
         if not scheduling.limited:
-            return True
+            return None
         need = self._need(req)
         # Locked as it will be: cached pages count against a quota only while they are in use.
         with self._lock_node(req.last_node):
-            room = scheduling.room(owner) - self._taken[owner]
+            quota_left = scheduling.quota_left(owner) - self._taken[owner]
+            room = scheduling.cache.headroom(owner) - self._taken.total()
+        if need > quota_left:
+            if scheduling.fair and not self._taken[owner]:
+                scheduling.blocked[owner] = need
+            return self._pass_over(req, owner, "quota")
         if self._only_reserved:
-            room = min(room, scheduling.unused_reserve(owner) - self._taken[owner])
-        elif need > room and not self._taken[owner] and scheduling.fair:
-            scheduling.blocked[owner] = need
-        return need <= room
+            reserved = scheduling.unused_reserve(owner) - self._taken[owner]
+            return None if need <= reserved else self._pass_over(req, owner, "memory")
+        return AddReqResult.NO_TOKEN if scheduling.reserves and need > room else None
 
     def _need(self, req: Any) -> int:
         return self.ceil_paged_tokens(last_token(req)) - int(req.prefix_len)

@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_ext.patches.hooks import Hook
 from sglang_ext.patches.scheduling import TenantScheduling, Ticket
-from sglang_ext.scheduler_metrics import SchedulerMetrics
 from sglang_ext.tenancy.fairness import LOCALITY
 from sglang_ext.types import Owner, TenantId
 
@@ -113,7 +112,7 @@ class TenantFairPolicy(SchedulePolicy):
         scheduling = self._scheduling
         blocked = scheduling.blocked
         still = owners & blocked.keys()
-        held = {owner for owner in still if scheduling.room(owner) < blocked[owner]}
+        held = {owner for owner in still if scheduling.quota_left(owner) < blocked[owner]}
         scheduling.blocked = {owner: blocked[owner] for owner in held}
         return held
 
@@ -135,7 +134,7 @@ def policy_hooks(scheduling: TenantScheduling) -> list[Hook]:
         chosen = scheduler.schedule_policy
         scheduling.fair = chosen == TENANT_FAIR
         scheduling.cache = scheduler.tree_cache
-        scheduling.metrics = _metrics(scheduling)
+        scheduling.metrics = scheduling.make_observer() if _publishes() else None
         if not scheduling.fair:
             original(scheduler)
             return
@@ -153,9 +152,8 @@ def policy_hooks(scheduling: TenantScheduling) -> list[Hook]:
     return [Hook(_TARGET, init_schedule_policy, ("self",))]
 
 
-def _metrics(scheduling: TenantScheduling) -> SchedulerMetrics | None:
+def _publishes() -> bool:
+    """Tell whether this is the rank whose metrics count; all decide alike."""
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    first = parallel.tp_rank == 0 and parallel.pp_rank == 0
-    return SchedulerMetrics(scheduling.policy.metrics.tenants) if first else None
+    return bool(get_parallel().tp_rank == 0 and get_parallel().pp_rank == 0)

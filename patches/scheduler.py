@@ -13,7 +13,7 @@ from sglang_ext.patches.admission import admission_hooks
 from sglang_ext.patches.hooks import Hook
 from sglang_ext.patches.retraction import retraction_hooks
 from sglang_ext.patches.schedule_policy import policy_hooks
-from sglang_ext.patches.scheduling import TenantScheduling, scheduling_hooks
+from sglang_ext.patches.scheduling import SchedulerObserver, TenantScheduling, scheduling_hooks
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.types import Owner
@@ -38,9 +38,9 @@ def namespace_hooks(policy: Policy) -> list[Hook]:
     return [Hook(_TARGET, add_request_to_queue, ("self", "req", "is_retracted"))]
 
 
-def scheduler_hooks(policy: Policy) -> list[Hook]:
+def scheduler_hooks(policy: Policy, observer: Callable[[], SchedulerObserver]) -> list[Hook]:
     """Return the hooks that share one scheduler's time and memory between its tenants."""
-    scheduling = TenantScheduling(policy)
+    scheduling = TenantScheduling(policy, observer)
     return [
         *scheduling_hooks(scheduling),
         *policy_hooks(scheduling),

@@ -9,22 +9,23 @@ memory is short     patches.retraction       who was over its share gives first
 """
 
 import functools
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_ext.namespace import SYSTEM_OWNER, parse
 from sglang_ext.patches.hooks import Hook
-from sglang_ext.scheduler_metrics import SchedulerMetrics
 from sglang_ext.tenancy.backlog import Backlog
 from sglang_ext.tenancy.fairness import OUTPUT_WEIGHT, QUANTUM_TOKENS, FairShares, Waiting
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.policy import Policy, TenantPolicy
 from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId, Tier
 
-__all__ = ["TenantScheduling", "Ticket", "last_token", "scheduling_hooks"]
+__all__ = ["SchedulerObserver", "TenantScheduling", "Ticket", "last_token", "scheduling_hooks"]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
@@ -41,6 +42,22 @@ class Ticket(Waiting):
     """The admission pass in which ``cached`` and ``uncached`` were last looked up."""
 
 
+class SchedulerObserver(Protocol):
+    """Publishes what the scheduler does; see ``sglang_ext.scheduler_metrics``."""
+
+    def admitted(self, tenant: TenantId, seconds: float) -> None: ...
+
+    def skipped(self, tenant: TenantId, reason: str) -> None: ...
+
+    def refused(self, tenant: TenantId, reason: str) -> None: ...
+
+    def due(self, seconds: float) -> bool: ...
+
+    def publish(
+        self, queued: Mapping[TenantId, int], deficits: Mapping[TenantId, float], cache: Any
+    ) -> None: ...
+
+
 class TenantScheduling:
     """One for each scheduler process. ``cache`` is set once SGLang has built it.
 
@@ -52,12 +69,14 @@ class TenantScheduling:
 
     cache: Any
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, observer: Callable[[], SchedulerObserver]) -> None:
+        """``observer`` is called in the scheduler's process, on the rank that publishes."""
         self.policy = policy
+        self.make_observer = observer
         self.shares = FairShares(lambda tenant: self.tenant(tenant).weight)
         self.backlog = Backlog(lambda req: self.ticket(req).tenant)
         self.fair = False
-        self.metrics: SchedulerMetrics | None = None
+        self.metrics: SchedulerObserver | None = None
         self.running: Counter[Owner] = Counter()
         self.growth: Counter[Owner] = Counter()
         self.blocked: dict[Owner, int] = {}
@@ -67,7 +86,8 @@ class TenantScheduling:
         self._numbers: Counter[TenantId] = Counter()
         tenants = policy.tenants.values()
         self.reserves = any(tenant.reserve.hbm is not None for tenant in tenants)
-        self.limited = self.reserves or any(tenant.quota.hard for tenant in tenants)
+        self.hard = {tenant.owner for tenant in tenants if tenant.quota.hard}
+        self.limited = self.reserves or bool(self.hard)
 
     def tenant(self, name: TenantId) -> TenantPolicy:
         """Return what holds for a tenant; one that the policy does not know is the system's."""
@@ -121,13 +141,27 @@ class TenantScheduling:
 
     def unused_reserve(self, owner: Owner) -> int:
         """Return how many tokens of its reserve neither run nor will, as far as is known."""
-        usage = self.cache.ledger.usage(owner, Tier.HBM)
-        fixed = usage.protected + usage.running + self.growth[owner]
-        return int(self.cache.limits(owner).reserve - fixed)
+        return int(self.cache.limits(owner).reserve) - self._fixed(owner)
 
-    def room(self, owner: Owner) -> int:
-        """Return how many tokens a new request of ``owner`` may take, to its last token."""
-        return int(self.cache.headroom(owner)) - self.growth[owner]
+    def quota_left(self, owner: Owner) -> float:
+        """Return how many tokens a new request of ``owner`` may take by its hard quota."""
+        limits = self.cache.limits(owner)
+        if not limits.hard or limits.quota is None:
+            return math.inf
+        return float(limits.quota - self._fixed(owner))
+
+    def _fixed(self, owner: Owner) -> int:
+        """Return what requests of ``owner`` lock, hold and will still take."""
+        usage = self.cache.ledger.usage(owner, Tier.HBM)
+        return int(usage.protected + usage.running + self.growth[owner])
+
+    @contextmanager
+    def allocating(self, tokens: Mapping[Owner, int]) -> Iterator[None]:
+        """Within, these owners get these tokens: they make room, and are asked first to."""
+        for owner in self.hard & tokens.keys():
+            self.cache.enforce_hard_quota(owner, tokens[owner])
+        with self.cache.as_requester(tokens):
+            yield
 
     def count_running(self, requests: Iterable[Any]) -> None:
         """Take in what is in flight at the beginning of a step. O(requests), about 0.5 us each."""
@@ -179,12 +213,14 @@ def scheduling_hooks(scheduling: TenantScheduling) -> list[Hook]:
         return original(scheduler, batch, pp_proxy_tensors)
 
     def update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
-        with scheduling.cache.as_requester(scheduling.running):
+        with scheduling.allocating(Counter(scheduling.ticket(req).owner for req in batch.reqs)):
             return original(scheduler, batch)
 
     def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
-        owners = {scheduling.ticket(req).owner for req in batch.reqs}
-        with scheduling.cache.as_requester(owners):
+        tokens: Counter[Owner] = Counter()
+        for req in batch.reqs:
+            tokens[scheduling.ticket(req).owner] += req.extend_len
+        with scheduling.allocating(tokens):
             original(batch)
 
     step = ("self", "running_batch", "last_batch")

@@ -1,8 +1,12 @@
 """SGLang's plugin entry point, run first in every process of the server."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sglang_ext import active
+
+if TYPE_CHECKING:
+    from sglang_ext.scheduler_metrics import SchedulerMetrics
 
 __all__ = ["register"]
 
@@ -35,8 +39,14 @@ def register() -> None:
             *namespace_hooks(active.policy()),
             *admin_channel_hooks(OPERATIONS),
             *refusal_status_hooks(),
-            *scheduler_hooks(active.policy()),
+            *scheduler_hooks(active.policy(), _scheduler_metrics),
             *shutdown_hooks(),
         ]
     )
     register_backend(partial(public_prefixes, active.policy()), check=hooks.verify)
+
+
+def _scheduler_metrics() -> "SchedulerMetrics":
+    from sglang_ext.scheduler_metrics import SchedulerMetrics
+
+    return SchedulerMetrics(active.policy().metrics.tenants)

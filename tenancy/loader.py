@@ -9,6 +9,7 @@ from typing import Any
 from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.checks import check_policy
 from sglang_ext.tenancy.policy import (
+    SLA_WEIGHTS,
     EnginePolicy,
     Isolation,
     Policy,
@@ -58,12 +59,15 @@ def parse_policy(text: str, *, check_supported: bool = True) -> Policy:
 
 def _policy(given: Mapping[str, Any]) -> Policy:
     engine = replace(EnginePolicy(), **given.get("engine", {}))
-    base = _merged(TenantPolicy(name=SYSTEM_TENANT, engine=engine), given.get("defaults", {}))
+    defaults = given.get("defaults", {})
+    base = _merged(TenantPolicy(name=SYSTEM_TENANT, engine=engine), defaults)
     # The built-in tenant is in no group, has no GPUs and needs no floor, whatever the defaults say.
     system = replace(base, isolation=Isolation.PRIVATE, reserve=TierSizes())
     tenants = {SYSTEM_TENANT: system}
     for name, own in given.get("tenants", {}).items():
-        tenants[TenantId(name)] = _merged(replace(base, name=TenantId(name)), own)
+        tenant = _merged(replace(base, name=TenantId(name)), own)
+        stated = "weight" in own or "weight" in defaults
+        tenants[tenant.name] = tenant if stated else replace(tenant, weight=SLA_WEIGHTS[tenant.sla])
     unknown_key = given.get("unknown_key", _REJECT)
     as_they_are = ("tiers", "admin_keys", "public_prefixes", "metrics")
     return Policy(

@@ -13,6 +13,7 @@ from sglang_ext.tenancy.units import Size, SizeUnit
 from sglang_ext.types import Owner, TenantId
 
 __all__ = [
+    "SLA_WEIGHTS",
     "CpuTier",
     "EnginePolicy",
     "HbmTier",
@@ -41,6 +42,10 @@ class Sla(StrEnum):
     PREMIUM = "premium"
     STANDARD = "standard"
     BASIC = "basic"
+
+
+SLA_WEIGHTS = {Sla.PREMIUM: 2.0, Sla.STANDARD: 1.0, Sla.BASIC: 0.5}
+"""The weight of a tenant of each class, where the policy states none."""
 
 
 class Isolation(StrEnum):
@@ -198,7 +203,7 @@ class TenantPolicy:
     """The sharing group; set exactly when ``isolation`` is shared."""
     sla: Sla = Sla.STANDARD
     weight: float = 1.0
-    """Its fair share against the weights of the others."""
+    """Its fair share against the weights of the others; by ``sla`` where the file states none."""
     quota: Quota = Quota()
     reserve: TierSizes = TierSizes()
     """Its floor in each tier, never taken by others."""

@@ -26,7 +26,6 @@ _TENANT_FIELDS = {
     "quota.nvme": "tiers",
     "reserve.nvme": "tiers",
     "ttl": "tiers",
-    "max_queued": "admission control",
     "encrypt": "sealed tenants",
 }
 
