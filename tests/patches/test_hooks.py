@@ -30,6 +30,10 @@ class _Silent:
         return nullcontext(lambda output: None)
 
 
+def _no_observer() -> Any:
+    raise AssertionError("a hook observes only when it runs")
+
+
 def _around(original: Callable[[int], int], value: int) -> int:
     return original(value) + 100
 
@@ -134,7 +138,7 @@ def _all_hooks() -> list[Hook]:
         *namespace_hooks(policy),
         *admin_channel_hooks({}),
         *refusal_status_hooks(),
-        *scheduler_hooks(policy),
+        *scheduler_hooks(policy, _no_observer),
         *shutdown_hooks(),
     ]
 
