@@ -4,6 +4,9 @@ from typing import Any
 
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 
+from sglang_ext.radix.victims import Victim
+from sglang_ext.types import Tier
+
 __all__ = ["TenantFullComponent"]
 
 
@@ -15,24 +18,33 @@ class TenantFullComponent(FullComponent):
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt
-        self._offered: Any = None
+        self._offered: Victim | None = None
         self._refused: list[Any] = []
 
     def _evict_device_next_node(
         self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: Any
     ) -> int | None:
+        self._settle_offer()
+        missing = self._wanted - tracker[self.component_type]
+        if missing > 0:
+            self._offered = self.tree_core.victims.choose(Tier.HBM, missing, cache_actions)
+        return None if self._offered is None else self._offered.node.id
+
+    def _settle_offer(self) -> None:
+        """Count the node that was offered last, or pass it over for this time."""
+        offered, self._offered = self._offered, None
+        if offered is None:
+            return
         leaves = self.tree_core.evictable_device_leaves
-        if self._offered in leaves:
-            # The controller could not take it (no room for its copy below); pass it over this time.
-            leaves.discard(self._offered)
-            self._refused.append(self._offered)
-        self._offered = None
-        if tracker[self.component_type] < self._wanted:
-            self._offered = leaves.oldest()
-        return None if self._offered is None else self._offered.id
+        if offered.node not in leaves:
+            self.tree_core.victims.gone(offered)
+            return
+        # The controller could not take it: there was no room for its copy below.
+        leaves.discard(offered.node)
+        self._refused.append(offered.node)
 
     def _evict_device_end(self) -> None:
-        self._offered = None
+        self._settle_offer()
         for node in self._refused:
             self.tree_core._update_evictable_leaf_sets(node)
         self._refused = []
@@ -45,14 +57,15 @@ class TenantFullComponent(FullComponent):
         host_frees: Any,
         cache_actions: Any,
     ) -> None:
-        leaves = self.tree_core.evictable_host_leaves
-        while tracker[self.component_type] < num_tokens:
-            leaf = leaves.oldest()
-            if leaf is None:
+        victims = self.tree_core.victims
+        while (missing := num_tokens - tracker[self.component_type]) > 0:
+            victim = victims.choose(Tier.CPU, missing, cache_actions)
+            if victim is None:
                 return
             self.tree_core._evict_host_leaf(
-                leaf, tracker, device_frees, host_frees, cache_actions=cache_actions
+                victim.node, tracker, device_frees, host_frees, cache_actions=cache_actions
             )
+            victims.gone(victim)
 
     def acquire_component_lock(self, node: Any, result: Any, lock_host: bool = False) -> Any:
         result = super().acquire_component_lock(node, result, lock_host)

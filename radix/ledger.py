@@ -32,6 +32,15 @@ class Ledger:
     def __init__(self, bytes_per_token: int = 0) -> None:
         self.bytes_per_token = bytes_per_token
         self._rows: dict[tuple[Owner, Tier], Usage] = {}
+        self._watched: dict[Tier, set[Owner]] = {}
+
+    def watch(self, tier: Tier) -> set[Owner]:
+        """Return the set that collects the owners whose usage of ``tier`` changes from now on.
+
+        Who holds something already is in it. A tier has one watcher, the last one, who empties it.
+        """
+        self._watched[tier] = {owner for owner, held, _ in self if held is tier}
+        return self._watched[tier]
 
     def book(self, owner: Owner, tier: Tier, evictable: int, protected: int) -> None:
         """Add these many tokens, negative when they left, to what the tree holds for ``owner``."""
@@ -42,12 +51,22 @@ class Ledger:
         row.protected += protected
         if not row.tokens:
             del self._rows[owner, tier]
+        if tier in self._watched:
+            self._watched[tier].add(owner)
 
     def set_running(self, tokens: Mapping[Owner, int]) -> None:
         """Replace what running requests hold in HBM. O(owners that run or ran)."""
         stopped = [owner for owner, _, usage in self if usage.running and owner not in tokens]
         for owner, held in [*tokens.items(), *((owner, 0) for owner in stopped)]:
             self._rows.setdefault((owner, Tier.HBM), Usage()).running = held
+            self.book(owner, Tier.HBM, 0, 0)
+
+    def stop_running(self, owner: Owner, tokens: int) -> None:
+        """Take back what a request of ``owner`` gave to the tree, or freed. O(1)."""
+        row = self._rows.get((owner, Tier.HBM))
+        if row is not None:
+            # What was allocated since the last ``set_running`` was never counted.
+            row.running = max(0, row.running - tokens)
             self.book(owner, Tier.HBM, 0, 0)
 
     def usage(self, owner: Owner, tier: Tier) -> Usage:
@@ -66,5 +85,8 @@ class Ledger:
     def clear(self) -> None:
         """Forget what the tree held; running requests keep theirs."""
         running = {owner: usage.running for owner, _, usage in self if usage.running}
+        for owner, tier, _ in self:
+            if tier in self._watched:
+                self._watched[tier].add(owner)
         self._rows.clear()
         self.set_running(running)

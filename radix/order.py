@@ -13,13 +13,23 @@ in O(log leaves).
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from heapq import heappop, heappush, heapreplace
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sglang_ext.types import Owner
 
-__all__ = ["Leaf", "LeafOrder", "LeastRecent", "OwnerStrategy", "Recency", "SortedEntries"]
+__all__ = [
+    "Leaf",
+    "LeafOrder",
+    "LeastRecent",
+    "OwnerStrategy",
+    "Reason",
+    "Recency",
+    "SortedEntries",
+    "Terms",
+]
 
 _CHUNK = 512
 _last = itemgetter(-1)
@@ -39,6 +49,24 @@ Entry = tuple[float, int, Leaf]
 """A leaf under the stamp that it was filed with: older compares smaller, equal stamps by id."""
 
 
+class Reason(StrEnum):
+    """Why pages left a tier."""
+
+    QUOTA = "quota"
+    """Their owner held more than its quota."""
+    PRESSURE = "pressure"
+    """Someone needed the room."""
+    TTL = "ttl"
+    FLUSH = "flush"
+
+
+class Terms(NamedTuple):
+    """On what terms an owner gives: at most so many tokens at once (None: any), and why."""
+
+    most: int | None
+    reason: Reason
+
+
 class OwnerStrategy(Protocol):
     """Decides which owner gives the next leaf of one tier."""
 
@@ -56,6 +84,9 @@ class OwnerStrategy(Protocol):
         O(log owners).
         """
 
+    def terms(self, owner: Owner) -> Terms:
+        """Return the terms of the owner that ``first`` just named."""
+
 
 class LeastRecent:
     """The owner of the oldest leaf of all gives next: plain LRU, whoever owns what."""
@@ -64,6 +95,9 @@ class LeastRecent:
         # One entry of the heap counts for each owner: a lower bound of its oldest stamp.
         self._bounds: dict[Owner, float] = {}
         self._heap: list[tuple[float, Owner]] = []
+
+    def __contains__(self, owner: Owner) -> bool:
+        return owner in self._bounds
 
     def lowered(self, owner: Owner, oldest: float) -> None:
         self._bounds[owner] = oldest
@@ -86,6 +120,9 @@ class LeastRecent:
                 self._bounds[owner] = now
                 heapreplace(heap, (now, owner))
         return None
+
+    def terms(self, owner: Owner) -> Terms:
+        return Terms(None, Reason.PRESSURE)
 
 
 class SortedEntries:
@@ -232,6 +269,17 @@ class LeafOrder(set[Any]):
         order.remove(leaf)
         if not order:
             del self._owners[owner]
+
+    def use(self, strategy: OwnerStrategy) -> None:
+        """Let another strategy decide from now on. O(owners log owners)."""
+        self.strategy = strategy
+        for owner, order in self._owners.items():
+            strategy.lowered(owner, order.oldest()[0])
+
+    def oldest_of(self, owner: Owner) -> Any | None:
+        """Return the oldest leaf of one owner, None when it has none. O(1)."""
+        order = self._owners.get(owner)
+        return None if order is None else order.oldest()[1]
 
     def oldest(self) -> Any | None:
         """Return the leaf that goes next, None when none may. Amortised O(log owners)."""

@@ -29,6 +29,13 @@ class PublicPrefixes:
     def __bool__(self) -> bool:
         return bool(self._by_head)
 
+    @property
+    def tokens(self) -> int:
+        """The most tokens that public pages can take, in whole pages."""
+        page = self.page_size
+        runs = (tokens for alike in self._by_head.values() for tokens in alike)
+        return sum(len(tokens) // page * page for tokens in runs)
+
     def boundary(self, token_ids: "array[int]", bigram: bool = False) -> int:
         """Return how many leading units of ``token_ids`` are public, in whole pages.
 
