@@ -15,13 +15,17 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
 )
 from sglang.srt.runtime_context import get_memory
 
+from sglang_ext import active
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.prefix_cache import TenantRadixCache
 from sglang_ext.radix.component import TenantFullComponent
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.tree_core import TenantTreeCore
+from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.types import Tier
 
-__all__ = ["BACKEND", "create_cache", "register_backend"]
+__all__ = ["BACKEND", "create_cache", "quota_books", "register_backend"]
 
 BACKEND = "sglang_ext"
 
@@ -51,7 +55,8 @@ def register_backend(
 def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixCache:
     """Build the cache of one scheduler from SGLang's TreeCacheBuildContext.
 
-    Raises UnsupportedError for a mode in which tenants could not be kept apart.
+    Raises UnsupportedError for a mode in which tenants could not be kept apart or limited, and
+    PolicyError where the policy in force does not fit the engine's memory.
     """
     public = prefixes(ctx) if prefixes is not None else PublicPrefixes((), ctx.params.page_size)
     _refuse_unsupported(ctx, public)
@@ -60,9 +65,27 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
         **(ctx.params.component_registry_override or {}),
         ComponentType.FULL: TenantFullComponent,
     }
-    return create_unified_radix_cache(
+    cache: TenantRadixCache = create_unified_radix_cache(
         ctx, cache_class=lambda params: TenantRadixCache(params, public)
     )
+    if active.has_policy():
+        cache.limit(quota_books(active.policy(), cache))
+    return cache
+
+
+def quota_books(policy: Policy, cache: TenantRadixCache) -> list[QuotaBook]:
+    """Return what owners may hold in the tiers that ``cache`` has in memory.
+
+    Sizes in bytes are those of all ranks together. Raises PolicyError where the policy does not fit
+    the pools of this engine.
+    """
+    pools = {Tier.HBM: cache.token_to_kv_pool_allocator, Tier.CPU: cache.host_pool_group}
+    token_bytes = cache.ledger.bytes_per_token * cache.tp_world_size
+    return [
+        QuotaBook(policy, tier, int(pool.size), token_bytes)
+        for tier, pool in pools.items()
+        if pool is not None
+    ]
 
 
 def _refuse_unsupported(ctx: Any, public: PublicPrefixes) -> None:

@@ -1,6 +1,6 @@
 """The cache that the scheduler talks to: SGLang's, over a tree that knows tenants."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,9 +9,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.namespace import parse
+from sglang_ext.pins import PinAnswer, Pins
+from sglang_ext.quotas import Quotas
 from sglang_ext.radix.clock import SharedClock
 from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.public import PublicPrefixes
+from sglang_ext.radix.victims import Eviction
+from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.types import Owner, OwnerLimits, Tier
 
 __all__ = ["TenantRadixCache"]
@@ -26,21 +30,35 @@ class TenantRadixCache(UnifiedRadixCache):
     tree_core: Any
 
     def __init__(self, params: Any, public: PublicPrefixes | None = None) -> None:
+        self.pins = Pins(self)
         super().__init__(params)
         alone = self.tp_world_size == 1 and self.pp_size == 1
         self.clock = SharedClock(None if alone else self._latest)
         self.tree_core.clock = self.clock
         self.ledger: Ledger = self.tree_core.ledger
         self.ledger.bytes_per_token = _bytes_per_token(params.token_to_kv_pool_allocator)
-        self.requesters: frozenset[Owner] = frozenset()
+        self._quotas = Quotas(self)
         if public is not None:
             self.tree_core.public = public
 
     def tick(self) -> int:
-        """Advance the shared clock and return it in milliseconds. One all-reduce, none alone."""
-        return self.clock.tick()
+        """Advance the shared clock and return it in milliseconds. One all-reduce, none alone.
+
+        Pins whose time has come end here, and hard quotas are enforced, with or without traffic.
+        """
+        now_ms = self.clock.tick()
+        self.pins.expire(now_ms)
+        self._quotas.enforce_all()
+        return now_ms
 
     # ---- who may have how much
+
+    def limit(self, books: Iterable[QuotaBook]) -> None:
+        """Let these quota books decide from now on, one for each tier that they limit.
+
+        Raises UnsupportedError for a model whose caches quotas cannot follow. O(owners).
+        """
+        self._quotas = Quotas(self, books)
 
     def owner_of(self, req: Any) -> Owner:
         """Return who owns what a request computes."""
@@ -48,27 +66,105 @@ class TenantRadixCache(UnifiedRadixCache):
 
     def limits(self, owner: Owner, tier: Tier = Tier.HBM) -> OwnerLimits:
         """Return what ``owner`` may hold in ``tier``."""
-        return OwnerLimits()
+        return self._quotas.limits(owner, tier)
 
     @contextmanager
-    def as_requester(self, owners: Iterable[Owner]) -> Iterator[None]:
-        """Within, sizes and victims are those of a request, or batch, of ``owners``."""
-        before, self.requesters = self.requesters, frozenset(owners)
-        try:
+    def as_requester(
+        self, owners: Iterable[Owner], incoming: Mapping[Owner, int] | None = None
+    ) -> Iterator[None]:
+        """Within, sizes and victims are those of a request, or batch, of ``owners``.
+
+        They may roll over their own reserves; without it every reserve is kept. To be set around
+        the admission of one request (its owner) and around an allocation for a batch (all owners in
+        it): ``radix.shares`` says why what the former promised the latter gets. ``incoming`` says
+        how many tokens some of them are about to get, which then count as held when victims are
+        chosen: without it, one large allocation can take from owners below their share.
+        """
+        asking = dict.fromkeys(owners, 0) | dict(incoming or {})
+        with self._quotas.requested_by(asking, Tier.HBM):
             yield
-        finally:
-            self.requesters = before
+
+    def evictable_size(self) -> int:
+        return super().evictable_size() - self._quotas.withheld()
+
+    def full_evictable_size(self) -> int:
+        return super().full_evictable_size() - self._quotas.withheld()
+
+    def protected_size(self) -> int:
+        return super().protected_size() + self._quotas.withheld()
+
+    def full_protected_size(self) -> int:
+        return super().full_protected_size() + self._quotas.withheld()
 
     def headroom(self, owner: Owner) -> int:
-        """Return how many more tokens ``owner`` may get running now."""
-        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
+        """Return how many more tokens ``owner`` may get running now, at least 0. O(1).
+
+        The least of three: what its hard quota leaves above its locked and running tokens; what the
+        pool leaves when everybody's locked and running tokens, and the rest of every other owner's
+        reserve, are taken out; and what is free or can be freed for it at once. Its own cached
+        tokens never count against it: they make room.
+        """
+        return self._quotas.headroom(owner)
 
     def fits_ever(self, owner: Owner, tokens: int) -> str | None:
-        """Return why a request of ``tokens`` can never be served, None when it can."""
-        pool = int(self.token_to_kv_pool_allocator.size)
-        if tokens <= pool:
+        """Return why a request of ``tokens`` can never be served, None when it can.
+
+        ``tokens`` as admission counts them: prompt, output and what is rounded up.
+        """
+        most, bound = self._quotas.largest(owner)
+        if tokens <= most:
             return None
-        return f"the request needs {tokens} tokens of KV cache, the pool has {pool}"
+        return f"the request needs {tokens} tokens of KV cache, expected at most {most} ({bound})"
+
+    def enforce_hard_quota(self, owner: Owner, incoming: int = 0) -> int:
+        """Make ``owner`` give its oldest pages until its hard quota holds it and ``incoming``.
+
+        Call it with the tokens of an admitted request before they are allocated, so that the quota
+        is never exceeded. Returns how many tokens are still too many, because locked or running.
+        """
+        return self._quotas.enforce(owner, Tier.HBM, incoming)
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        before = req.kv.cache_protected_len
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        owner = self.owner_of(req)
+        self.ledger.stop_running(owner, req.kv.cache_protected_len - before)
+        self.enforce_hard_quota(owner)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        left = req.kv.kv_allocated_len - req.kv.cache_protected_len
+        self.ledger.stop_running(self.owner_of(req), left)
+        # What the request had locked can go only now.
+        self.enforce_hard_quota(self.owner_of(req))
+
+    def _execute_kv_backup(
+        self, node_id: int, device_value: Any, comp_xfers: Any, sidecar_xfers: Any
+    ) -> Any:
+        owner = self.tree_core.node_by_id(node_id).owner
+        tokens = len(device_value)
+        if self._quotas.enforce(owner, Tier.CPU, tokens):
+            return None
+        with self._quotas.requested_by({owner: tokens}, Tier.CPU):
+            return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+
+    # ---- pins
+
+    def pin_prefix(self, key: RadixKey, owner: Owner, expires_ms: int | None = None) -> PinAnswer:
+        """Keep what is cached of ``key`` in HBM until a time on ``clock``, None for ever.
+
+        Pinned pages count against the owner's quota; over budget only what fits is pinned.
+        """
+        return self.pins.add(key, owner, expires_ms)
+
+    @property
+    def evictions(self) -> Mapping[Eviction, int]:
+        """Tokens evicted since the start by (owner, tier, reason)."""
+        return self.tree_core.victims.evicted
+
+    def reset(self) -> None:
+        self.pins.forget()
+        super().reset()
 
     def _latest(self, now_ms: int) -> int:
         """Return the latest time of all ranks."""
