@@ -60,8 +60,8 @@ def test_every_row_is_refused(row: NotYet) -> None:
 
 def test_parser_refuses_before_it_reads_the_value() -> None:
     with pytest.raises(PolicyError) as caught:
-        parse_policy("version: 1\ntenants: {acme: {quota: nonsense}}")
-    assert str(caught.value) == "tenants.acme.quota: not supported yet (comes with quotas)"
+        parse_policy("version: 1\ntenants: {acme: {ttl: nonsense}}")
+    assert str(caught.value) == "tenants.acme.ttl: not supported yet (comes with tiers)"
 
 
 @pytest.mark.parametrize("data", [None, 5, "text", [], {"tenants": []}, {"tenants": {"a": "x"}}])
@@ -77,7 +77,7 @@ def test_all_supported_fields_together() -> None:
         f"admin_keys: ['{digest}']\n"
         "unknown_key: free\n"
         "metrics: {tenants: top 5, public: true}\n"
-        "defaults: {isolation: private}\n"
+        "defaults: {isolation: private, sla: basic, weight: 2, quota: {hbm: 10%, hard: true}}\n"
         "tenants: {free: {api_keys: []}, hr: {isolation: shared, group: g}}\n"
     )
 
