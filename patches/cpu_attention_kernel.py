@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from sglang_ext.demo_model import cache_folder
 from sglang_ext.errors import SglangExtError
+from sglang_ext.folders import cache_folder
 from sglang_ext.patches.cpu_attention_meta import Reach, SlotList, Step
 from sglang_ext.patches.cpu_attention_ops import Scoring, attend_decode, gather
 

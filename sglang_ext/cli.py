@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_ext.errors import DemoModelError, PolicyError
+from sglang_ext.errors import PolicyError, SglangExtError
 from sglang_ext.tenancy.fields import name as read_name
 from sglang_ext.tenancy.keys import digest, new_key
 from sglang_ext.tenancy.loader import load_policy
@@ -110,7 +110,7 @@ def _demo_model(options: argparse.Namespace) -> int:
 
     try:
         print(demo_model_path())
-    except DemoModelError as error:
+    except SglangExtError as error:
         return _complain(str(error), _FAILED)
     return _OK
 

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.errors import DemoModelError
+from sglang_ext.folders import cache_folder
 
-__all__ = ["DEMO_MODEL_NAME", "ModelSource", "cache_folder", "demo_model_path"]
+__all__ = ["DEMO_MODEL_NAME", "ModelSource", "demo_model_path"]
 
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -100,20 +101,6 @@ def demo_model_path(log: Log = _log_to_stderr, *, source: ModelSource | None = N
     except OSError as error:
         raise DemoModelError(_os_problem(error, model.parent)) from error
     return model
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/sglang-ext``, or ``~/.cache/sglang-ext``. Nothing is created."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    if os.path.isabs(root):
-        return Path(root, "sglang-ext")
-    try:
-        return Path.home() / ".cache" / "sglang-ext"
-    except RuntimeError as error:
-        raise DemoModelError(
-            f"No folder for the demo model: {error} Set XDG_CACHE_HOME to a writable folder."
-        ) from error
 
 
 def _make_once(model: Path, source: ModelSource, log: Log) -> None:

@@ -5,6 +5,7 @@ SglangExtError                 catch this one
 ├── UnsupportedError           a version, mode or feature that this release refuses
 ├── HookError                  a hook on SGLang that did not apply; the server must not start
 ├── DemoModelError             the demo model could not be fetched or converted
+├── FolderError                there is no folder to keep files in
 ├── StoreError                 the folder of the NVMe tier could not be opened
 └── KeyRingError               the master key or the folder of wrapped keys cannot be used
 
@@ -13,6 +14,7 @@ Results in the data path are values, never exceptions: a lost page means recompu
 
 __all__ = [
     "DemoModelError",
+    "FolderError",
     "HookError",
     "KeyRingError",
     "PolicyError",
@@ -45,6 +47,10 @@ class UnsupportedError(SglangExtError):
 
 class HookError(SglangExtError):
     """A hook on SGLang did not apply, so isolation cannot be promised."""
+
+
+class FolderError(SglangExtError):
+    """There is no folder to keep files in."""
 
 
 class DemoModelError(SglangExtError):

@@ -9,7 +9,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _PARTS = ("radix", "tiering", "tenancy", "patches")
-_VOCABULARY = {"types", "errors", "namespace"}
+_VOCABULARY = {"types", "errors", "folders", "namespace"}
 # What a part may import besides itself and the vocabulary.
 _ALLOWED = {"radix": (), "tiering": (), "tenancy": (), "patches": ("tenancy",)}
 _TOP = {"plugin", "launch_server", "cli"}

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.demo_model import ModelSource, cache_folder, demo_model_path
+from sglang_ext.demo_model import ModelSource, demo_model_path
 from sglang_ext.errors import DemoModelError
+from sglang_ext.folders import cache_folder
 
 _NAME = "toy-1"
 _FORK = multiprocessing.get_context("fork")
