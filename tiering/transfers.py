@@ -217,8 +217,6 @@ class Transfers:
         if page in self._writing or self._space.index.find(*page) is not None:
             batch.results[place] = True
             return None
-        if call.is_cancelled(page):
-            return None
         slot = self._space.take(page.owner, _slot_bytes(call.sizes[place]))
         if slot is None:
             return None

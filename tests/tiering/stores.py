@@ -66,6 +66,7 @@ class FaultyIO(FileIO):
         self.write_gate: threading.Event | None = None
         self.short: int | None = None
         self.held = threading.Event()
+        self.reads = 0
 
     def open(self, path: Path, size: int) -> int:
         self._maybe_fail("open")
@@ -73,6 +74,7 @@ class FaultyIO(FileIO):
 
     def read(self, fd: int, view: memoryview, offset: int) -> int:
         self._hold(self.gate)
+        self.reads += 1
         self._maybe_fail("read")
         count = super().read(fd, view, offset)
         return count if self.short is None else min(count, self.short)

@@ -63,6 +63,18 @@ def test_mixed_page_sizes_keep_the_cap(tmp_path: Path) -> None:
     store.close()
 
 
+def test_reserved_room_is_given_up_before_pages_are(tmp_path: Path) -> None:
+    store = make_store(tmp_path, total=64 * SLOT_BYTES)
+    put(store, refs_of(ALICE, [1]))
+    assert store.total_usage().idle > 0
+    large = 9 * 4096  # a slot of a page of 30,000 bytes
+    for number in range((64 * SLOT_BYTES - SLOT_BYTES) // large):
+        assert put(store, refs_of(BOB, [number]), size=30_000) == [True]
+    assert "evicted" not in store.counters
+    store.check_integrity()
+    store.close()
+
+
 @pytest.mark.parametrize("restart", [False, True])
 def test_least_recently_used_goes_first_and_paths_lose_their_end(
     tmp_path: Path, restart: bool

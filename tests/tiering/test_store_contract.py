@@ -1,5 +1,6 @@
 """What every store of pages must do, whatever it is made of."""
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,6 +99,17 @@ def test_delete(harness: Harness) -> None:
     assert harness.store.delete(refs[:2]) == 0
     assert get(harness.store, refs) == [False] * 2 + [True] * 4
     assert get(harness.restart(), refs) == [False] * 2 + [True] * 4
+
+
+def test_pages_with_gaps_between_them_in_any_order(harness: Harness) -> None:
+    refs = refs_of(ALICE, range(120))
+    assert all(put(harness.store, refs))
+    gone = set(refs[::3])
+    harness.store.delete(sorted(gone))
+    random.Random(3).shuffle(refs)
+    assert get(harness.store, refs) == [ref not in gone for ref in refs]
+    assert all(put(harness.store, refs))
+    assert all(get(harness.restart(), refs))
 
 
 def test_delete_owner_touches_nobody_else(harness: Harness) -> None:

@@ -231,6 +231,31 @@ def test_a_stalled_write_is_refused_and_takes_nothing_from_the_caller_later(tmp_
     finish(store)
 
 
+def test_a_page_that_is_being_written_is_not_written_twice(tmp_path: Path) -> None:
+    io = FaultyIO()
+    store = make_store(tmp_path, io=io)
+    io.write_gate = threading.Event()
+    writer = threading.Thread(target=lambda: put(store, REFS[:1]))
+    writer.start()
+    assert io.held.wait(LONG_S)
+    assert put(store, REFS[:1]) == [True]
+    io.write_gate.set()
+    writer.join()
+    assert store.usage(ALICE) == SLOT_BYTES
+    finish(store)
+
+
+def test_neighbours_are_read_in_one_call(tmp_path: Path) -> None:
+    io = FaultyIO()
+    store = make_store(tmp_path, io=io)
+    refs = refs_of(ALICE, range(256))
+    put(store, refs)
+    io.reads = 0
+    assert all(get(store, refs))
+    assert io.reads <= 64
+    finish(store)
+
+
 def test_pages_deleted_while_they_are_written_do_not_appear(tmp_path: Path) -> None:
     io = FaultyIO()
     store = make_store(tmp_path, io=io)

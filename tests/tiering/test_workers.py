@@ -62,7 +62,7 @@ def test_the_deadline_waits_for_a_copy_that_has_begun() -> None:
         go_on.wait()
 
     workers = Workers(1)
-    batch = Batch(1, lambda batch, _: batch.guarded(touch) and None)
+    batch = Batch(2, lambda batch, _: batch.guarded(touch) and None)
     workers.start(batch)
     assert begun.wait(LONG_S)
 
