@@ -55,6 +55,8 @@ def _run(
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
     try:
+        if name not in operations:
+            raise ValueError(f"{name}: no such operation, expected one of {sorted(operations)}")
         answer = operations[name](scheduler, body)
     except ValueError as error:
         return DumperControlReqOutput(success=False, response=[], error=str(error))
