@@ -89,6 +89,20 @@ def test_tenant_sections_are_merged_field_by_field() -> None:
     assert globex.quota == Quota(hbm=parse_size("50%"), cpu=parse_size("10GB"))
 
 
+@pytest.mark.parametrize(
+    ("text", "weight"),
+    [
+        ("tenants: {acme: {sla: premium}}", 2),
+        ("defaults: {sla: basic}\ntenants: {acme: {}}", 0.5),
+        ("defaults: {sla: basic}\ntenants: {acme: {sla: standard}}", 1),
+        ("tenants: {acme: {sla: premium, weight: 3}}", 3),
+        ("defaults: {weight: 4}\ntenants: {acme: {sla: basic}}", 4),
+    ],
+)
+def test_the_class_sets_the_weight_where_none_is_stated(text: str, weight: float) -> None:
+    assert parse(text).tenants[TenantId("acme")].weight == weight
+
+
 def test_built_in_tenant_takes_the_defaults_but_no_group_and_no_floor() -> None:
     policy = parse("defaults: {isolation: shared, weight: 3, reserve: {hbm: 10%}}")
     system = policy.tenants[SYSTEM_TENANT]
