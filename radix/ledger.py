@@ -61,11 +61,16 @@ class Ledger:
             self._rows.setdefault((owner, Tier.HBM), Usage()).running = held
             self.book(owner, Tier.HBM, 0, 0)
 
+    def start_running(self, owner: Owner, tokens: int) -> None:
+        """Add what was allocated for a request of ``owner`` since ``set_running``. O(1)."""
+        self._rows.setdefault((owner, Tier.HBM), Usage()).running += tokens
+        self.book(owner, Tier.HBM, 0, 0)
+
     def stop_running(self, owner: Owner, tokens: int) -> None:
         """Take back what a request of ``owner`` gave to the tree, or freed. O(1)."""
         row = self._rows.get((owner, Tier.HBM))
         if row is not None:
-            # What was allocated since the last ``set_running`` was never counted.
+            # A token that was decoded since the last ``set_running`` was never counted.
             row.running = max(0, row.running - tokens)
             self.book(owner, Tier.HBM, 0, 0)
 

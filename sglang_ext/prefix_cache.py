@@ -76,13 +76,19 @@ class TenantRadixCache(UnifiedRadixCache):
 
         They may roll over their own reserves; without it every reserve is kept. To be set around
         the admission of one request (its owner) and around an allocation for a batch (all owners in
-        it): ``radix.shares`` says why what the former promised the latter gets. ``incoming`` says
-        how many tokens some of them are about to get, which then count as held when victims are
-        chosen: without it, one large allocation can take from owners below their share.
+        it): ``radix.shares`` says why what the former promised the latter gets.
+
+        ``incoming`` says how many tokens each gets within; only for an allocation. They count as
+        held when victims are chosen (without it, one large allocation could take from owners below
+        their share), hard quotas make room for them first, and they count as running afterwards.
         """
-        asking = dict.fromkeys(owners, 0) | dict(incoming or {})
-        with self._quotas.requested_by(asking, Tier.HBM):
+        incoming = incoming or {}
+        for owner, tokens in incoming.items():
+            self.enforce_hard_quota(owner, tokens)
+        with self._quotas.requested_by(dict.fromkeys(owners, 0) | dict(incoming), Tier.HBM):
             yield
+        for owner, tokens in incoming.items():
+            self.ledger.start_running(owner, tokens)
 
     def evictable_size(self) -> int:
         return super().evictable_size() - self._quotas.withheld()
@@ -119,8 +125,7 @@ class TenantRadixCache(UnifiedRadixCache):
     def enforce_hard_quota(self, owner: Owner, incoming: int = 0) -> int:
         """Make ``owner`` give its oldest pages until its hard quota holds it and ``incoming``.
 
-        Call it with the tokens of an admitted request before they are allocated, so that the quota
-        is never exceeded. Returns how many tokens are still too many, because locked or running.
+        Returns how many tokens are still too many, because they are locked or running.
         """
         return self._quotas.enforce(owner, Tier.HBM, incoming)
 

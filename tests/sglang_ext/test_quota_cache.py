@@ -40,8 +40,10 @@ def text(number: int, pages: int, page_size: int = PAGE) -> list[int]:
 def insert(rig: Rig, owner: Owner, number: int, pages: int) -> None:
     """Serve a request: its owner asks, and holds its pages when it is done."""
     prompt = text(number, pages)
-    with rig.cache.as_requester([owner], {owner: len(prompt) - rig.hit(prompt, owner)}):
+    missing = len(prompt) - rig.hit(prompt, owner)
+    with rig.cache.as_requester([owner], {owner: missing}):
         rig.insert(prompt, owner)
+    rig.cache.ledger.stop_running(owner, missing)
     rig.cache.enforce_hard_quota(owner)
     check_integrity(rig.cache)
     assert rig.accounted() == rig.size
@@ -304,6 +306,29 @@ def test_what_is_locked_counts_for_a_hard_quota_and_stays() -> None:
     assert rig.cache.enforce_hard_quota(A, incoming=quota) == 64
     rig.cache.unlock(lock)
     assert rig.cache.headroom(A) == quota
+
+
+def test_a_hard_quota_makes_room_before_an_allocation() -> None:
+    rig = limited("tenants: {a: {quota: {hbm: 160tok, hard: true}}}")
+    insert(rig, A, 1, 10)
+    with rig.cache.as_requester([A], {A: 64}):
+        assert held(rig, A) == 96
+        slots = rig.alloc(64)
+    assert rig.cache.ledger.usage(A, Tier.HBM).running == 64
+    assert rig.cache.headroom(A) == 96
+    rig.allocator.free_segment(slots, start_pos=0)
+    rig.cache.ledger.set_running({})
+
+
+def test_a_large_allocation_does_not_take_from_owners_within_their_share() -> None:
+    rig = limited("defaults: {quota: {hbm: 100%}}\ntenants: {a: {}, b: {}}")
+    for number in range(8):
+        insert(rig, B, number, 4)
+    insert(rig, A, 90, 4)
+    with rig.cache.as_requester([A], {A: 600}):
+        slots = rig.alloc(28 * PAGE + 64)
+    assert held(rig, B) == 8 * 4 * PAGE, "A gave its own pages for what goes beyond its share"
+    rig.allocator.free_segment(slots, start_pos=0)
 
 
 def test_a_tick_brings_an_owner_under_its_hard_quota() -> None:
