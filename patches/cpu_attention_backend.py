@@ -36,12 +36,17 @@ class CpuAttentionBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         _refuse_model(runner)
-        self._table = runner.req_to_token_pool.req_to_token
-        self._pool = runner.token_to_kv_pool
+        # SGLang's models look these three up here, by these names.
+        self.device = runner.device
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
         self._dtype = runner.dtype
         # A latent page holds one row that is both the key and, but for its tail, the value.
         self._latent = bool(runner.use_mla_backend)
-        self._sliding = isinstance(self._pool, SWAKVPool) and self._pool.swa_layer_nums > 0
+        self._sliding = (
+            isinstance(self.token_to_kv_pool, SWAKVPool)
+            and self.token_to_kv_pool.swa_layer_nums > 0
+        )
         self._sliding_loc: torch.Tensor | None = None
         self._kernel = load_kernel()
         self.forward_metadata = None
@@ -52,13 +57,13 @@ class CpuAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Note the requests of this step; what each kind of layer reads is laid out on demand."""
-        translate = self._pool.translate_loc_from_full_to_swa if self._sliding else None
+        translate = self.token_to_kv_pool.translate_loc_from_full_to_swa if self._sliding else None
         self._sliding_loc = None
         if translate is not None and forward_batch.out_cache_loc is not None:
             self._sliding_loc = translate(forward_batch.out_cache_loc)
         extends = not forward_batch.forward_mode.is_decode_or_idle()
         self.forward_metadata = Step(
-            self._table,
+            self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens.tolist(),
             forward_batch.extend_prefix_lens.tolist() if extends else None,
@@ -99,7 +104,7 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attend one new token of every request; returns ``[batch, heads * value_width]``."""
         query, output = self._start(q, k, v, layer, forward_batch, save_kv_cache, options)
-        keys = self._pool.get_key_buffer(layer.layer_id)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if self._kernel is not None and self._kernel.takes(keys, layer.v_head_dim):
             self._walk(self._kernel, query, keys, layer, output)
         else:
@@ -116,7 +121,7 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> None:
         """Decode by the kernel, which reads pages where they lie."""
         latent = keys[..., : layer.v_head_dim]
-        values = latent if self._latent else self._pool.get_value_buffer(layer.layer_id)
+        values = latent if self._latent else self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         slots = self._step().ragged(self._reach(layer))
         output.copy_(kernel.attend(query, keys, values, slots, _scoring(layer)))
 
@@ -161,30 +166,32 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> None:
         loc = KVWriteLoc.for_batch(forward_batch, swa_loc=self._sliding_loc)
         if self._scaled(layer):
-            self._pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         else:
-            self._pool.set_kv_buffer(layer, loc, k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
 
     def _reads(
         self, layer: RadixAttention, reads: list[Slots]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the keys and values of each read; latent pages serve as both."""
         # These two calls wait until a tier has brought the layer's pages back, so they come first.
-        key_buffer = self._pool.get_key_buffer(layer.layer_id)
-        value_buffer = None if self._latent else self._pool.get_value_buffer(layer.layer_id)
+        key_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        value_buffer = (
+            None if self._latent else self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        )
         for slots in reads:
             keys = gather(key_buffer, slots, self._dtype)
             values = keys if value_buffer is None else gather(value_buffer, slots, self._dtype)
             yield keys, values
 
     def _reach(self, layer: RadixAttention) -> Reach:
-        in_sliding_pool = self._sliding and self._pool.layers_mapping[layer.layer_id][1]
+        in_sliding_pool = self._sliding and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
         return Reach(layer.sliding_window_size, in_sliding_pool)
 
     def _scaled(self, layer: RadixAttention) -> bool:
         """Whether this layer's pages are stored divided by its scales: FP8 keys and values are."""
         given = layer.k_scale is not None or layer.v_scale is not None
-        return given and not self._latent and is_fp8(self._pool.dtype)
+        return given and not self._latent and is_fp8(self.token_to_kv_pool.dtype)
 
     def _scale(self, layer: RadixAttention, scale: torch.Tensor | None) -> torch.Tensor | None:
         return scale if self._scaled(layer) else None
