@@ -131,7 +131,7 @@ class TenantScheduling:
 
     def is_owed_a_step(self, tenant: TenantId, other: TenantId) -> bool:
         """Tell whether ``tenant`` is so far behind ``other`` that it gets a step without it."""
-        return self.shares.owed(tenant, other) >= QUANTUM_TOKENS / 2
+        return self.shares.behind(tenant, other) >= QUANTUM_TOKENS / 2
 
     def has_reserve_waiting(self, but: Owner) -> bool:
         """Tell whether anyone else waits who has room that nobody else may take."""

@@ -13,16 +13,17 @@ No starvation. A round admits the first request of ``order``. Let every request 
 and M weighted tokens, F of them per tenant in flight at once, and let a request r of tenant i come
 when n others of i wait. Then r is admitted after at most
 
-    k + sum over tenants j != i of (w_j / w_i * (k * M + F) + Q + F + M)   rounds,  k = n + LOCALITY
+    k + sum over tenants j != i of (w_j / w_i * (k * M + F) + w_j * Q + F + M)   rounds
 
-with the quantum Q. Proof. (1) A tenant's requests are numbered as they come and go in groups of
-LOCALITY numbers, a group after the one before; only later requests of r's own group can overtake
-it, so that at most n + LOCALITY - 1 requests of i go first. (2) They raise i's counter by at most
-k * M / w_i. (3) When r comes, i's counter is at most F / w_i above the floor: i was smallest when
-it was last admitted, and only what was in flight came on top. (4) While r waits, j is admitted
-only when its counter is not above i's, and j enters at most Q / w_j below the floor; so j computes
-at most w_j times the rise of (2) and (3), plus Q, plus what is in flight and the one request that
-crosses. (5) A round computes at least one token, and there are finitely many tenants. QED.
+with k = n + LOCALITY and the quantum Q. Proof. (1) A tenant's requests are numbered as they come
+and go in groups of LOCALITY numbers, a group after the one before; only later requests of r's own
+group can overtake it, so that at most n + LOCALITY - 1 requests of i go first. (2) They raise i's
+counter by at most k * M / w_i. (3) When r comes, i's counter is at most F / w_i above the floor: i
+was smallest when it was last admitted, and only what was in flight came on top. (4) While r
+waits, j is admitted only when its counter is not above i's, and j enters at most Q below the floor;
+so j computes at most w_j times the rise of (2) and (3), plus w_j * Q, plus what is in flight and
+the one request that crosses. (5) A round computes at least one token, and there are finitely many
+tenants. QED.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +41,8 @@ OUTPUT_WEIGHT = 2.0
 """What a generated token counts against a prompt token: it reads the whole model for itself."""
 
 QUANTUM_TOKENS = 512
-"""Weighted tokens that a tenant which comes back may be ahead of those that kept waiting."""
+"""Weighted tokens, for each unit of weight, that a tenant which comes back may be ahead of those
+that kept waiting."""
 
 
 @dataclass(slots=True)
@@ -100,13 +102,13 @@ class FairShares:
         if stayed or left:
             self._floor = max(self._floor, min(stayed) if stayed else max(left))
         for tenant in now - self._waiting:
-            lowest = self._floor - self._quantum / self._weight(tenant)
+            lowest = self._floor - self._quantum
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), lowest)
         self._waiting = now
 
-    def owed(self, tenant: TenantId, other: TenantId) -> float:
-        """Return the tokens that ``tenant`` may compute before it has had as much as ``other``."""
-        return (self.counter(other) - self.counter(tenant)) * self._weight(tenant)
+    def behind(self, tenant: TenantId, other: TenantId) -> float:
+        """Return how far the counter of ``tenant`` is below that of ``other``."""
+        return self.counter(other) - self.counter(tenant)
 
     def deficits(self) -> dict[TenantId, float]:
         """Return what each waiting tenant lacks to its fair share, in tokens; negative: it is over.
