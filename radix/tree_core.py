@@ -14,8 +14,9 @@ from sglang_ext.radix.hashes import boundary_seed, node_hashes, turns_private
 from sglang_ext.radix.key import TenantKey, own
 from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.node import NOTHING, Holding, TenantTreeNode
-from sglang_ext.radix.order import LeafOrder, LeastRecent
+from sglang_ext.radix.order import LeafOrder
 from sglang_ext.radix.public import PublicPrefixes
+from sglang_ext.radix.victims import Victims
 from sglang_ext.types import PUBLIC, Tier
 
 __all__ = ["FetchPlan", "TenantTreeCore"]
@@ -45,14 +46,16 @@ class TenantTreeCore(UnifiedTreeCore):
         self.public = PublicPrefixes((), params.page_size)
         self.clock = SharedClock()
         self.ledger = Ledger()
+        self.victims = Victims(self)
         self._touched: tuple[Any, float, int] = _NOBODY
         super().__init__(params, components)
 
     def reset(self) -> None:
         super().reset()
+        self.victims.flushed()
         self.ledger.clear()
-        self.evictable_device_leaves = LeafOrder(LeastRecent())
-        self.evictable_host_leaves = LeafOrder(LeastRecent())
+        self.evictable_device_leaves = LeafOrder(self.victims.strategy(Tier.HBM))
+        self.evictable_host_leaves = LeafOrder(self.victims.strategy(Tier.CPU))
 
     # ---- keys
 
@@ -182,6 +185,15 @@ class TenantTreeCore(UnifiedTreeCore):
         self._update_evictable_leaf_sets(node)
         self._update_evictable_leaf_sets(child)
         return node, action
+
+    def cut(self, leaf: Any, keep: int, cache_actions: list[Any]) -> None:
+        """Leave the last tokens of a leaf in it, the first ``keep`` in a parent of the same age."""
+        self._touched = _NOBODY
+        stamp = leaf.last_access_time
+        node, action = self._split_node(leaf.key, leaf, keep)
+        node.last_access_time = stamp
+        if action is not None:
+            cache_actions.append(action)
 
     # ---- recency
 
