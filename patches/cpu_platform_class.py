@@ -12,6 +12,7 @@ from sglang_ext.patches.cpu_attention import (
     register_cpu_attention,
 )
 from sglang_ext.patches.cpu_kernels import replace_triton_kernels
+from sglang_ext.patches.hicache_cpu import enable_hicache
 
 __all__ = ["ExtCpuPlatform"]
 
@@ -48,8 +49,9 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
             )
 
     def post_load_model(self, model: Any) -> None:
-        """Replace the kernels that no CPU runs, before the first batch and after all imports."""
+        """Replace what no CPU runs, before the first batch and cache, and after all imports."""
         replace_triton_kernels()
+        enable_hicache()
 
     def get_dispatch_key_name(self) -> str:
         """Select the ``forward_native`` version of every operator."""

@@ -37,6 +37,7 @@ _IMPORT_SGLANG = {
     "patches/cpu_attention_backend.py",
     "patches/cpu_kernels.py",
     "patches/cpu_platform_class.py",
+    "patches/hicache_cpu.py",
     "patches/hooks.py",
     "patches/schedule_policy.py",
     "patches/shutdown.py",
