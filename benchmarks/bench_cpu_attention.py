@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from report import Report, arguments, spread
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from report import Report, arguments, spread
 from sglang_ext.patches.cpu_attention_backend import CpuAttentionBackend
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 9, 3, 64, 6
