@@ -220,8 +220,7 @@ class Recency:
     def oldest(self) -> tuple[float, Leaf]:
         """Return the leaf that goes first and its stamp; there must be one. O(1)."""
         if self.recent:
-            leaf = next(iter(self.recent))
-            stamp = self.recent[leaf]
+            leaf, stamp = next(iter(self.recent.items()))
             if not self._filed or stamp <= self.late.oldest()[0]:
                 return stamp, leaf
         stamp, _, leaf = self.late.oldest()
