@@ -23,6 +23,7 @@ from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.tree_core import TenantTreeCore
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.tiers import complete_storage_config, tenant_store
 from sglang_ext.types import Tier
 
 __all__ = ["BACKEND", "create_cache", "quota_books", "register_backend"]
@@ -65,11 +66,14 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
         **(ctx.params.component_registry_override or {}),
         ComponentType.FULL: TenantFullComponent,
     }
+    if active.has_policy():
+        complete_storage_config(ctx, active.policy())
     cache: TenantRadixCache = create_unified_radix_cache(
         ctx, cache_class=lambda params: TenantRadixCache(params, public)
     )
     if active.has_policy():
         cache.limit(quota_books(active.policy(), cache))
+        cache.store = tenant_store(ctx, cache, active.policy())
     return cache
 
 

@@ -8,12 +8,16 @@ import yaml
 
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tier_flags import tier_flags, tier_switches
 
 __all__ = ["given_flags", "own_arguments", "with_defaults"]
 
 _CPU_DEFAULTS = {"--device": "cpu", "--sampling-backend": "pytorch"}
 _CPU_POOL = {"--max-total-tokens": "32768", "--mem-fraction-static": "0.3"}
-_ALIASES = {"--model": "--model-path"}
+_ALIASES = {
+    "--model": "--model-path",
+    "--enable-hicache": "--enable-hierarchical-cache",
+}
 _BACKEND_FLAG = "--radix-cache-backend"
 _BACKEND = "sglang_ext"
 _PRIORITIES = "--enable-priority-scheduling"
@@ -52,13 +56,15 @@ def with_defaults(
     if _BACKEND_FLAG in given:
         raise UnsupportedError(f"{_BACKEND_FLAG} is set by sglang_ext; leave it out")
     defaults = {_BACKEND_FLAG: _BACKEND, **_engine_flags(policy), **(demo_model or {})}
+    defaults |= tier_flags(policy, given, on_cpu=on_cpu)
     if _PRIORITIES not in given:
         defaults["--schedule-policy"] = "tenant-fair"
     if on_cpu:
         defaults |= _cpu_flags(given)
     chosen = {flag: value for flag, value in defaults.items() if flag not in given}
     pairs = [word for pair in chosen.items() for word in pair]
-    return [*pairs, "--enable-metrics", "--enable-cache-report", *argv]
+    switches = ["--enable-metrics", "--enable-cache-report", *tier_switches(policy, given)]
+    return [*pairs, *switches, *argv]
 
 
 def _engine_flags(policy: Policy) -> dict[str, str]:

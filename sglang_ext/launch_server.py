@@ -6,7 +6,7 @@ refusal with one line. SGLang's processes import this module again, so the top s
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from sglang_ext.errors import SglangExtError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
 from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tier_flags import check_tiers, set_cpu_size
 from sglang_ext.warm_up import WarmUp
 
 __all__ = ["main"]
@@ -49,7 +50,7 @@ def _prepare(policy_path: Path, flags: Sequence[str], warm_up: WarmUp) -> Any:
         _quiet_warnings()
     demo_model = None if "--model-path" in given_flags(flags) else _demo_model()
     argv = with_defaults(flags, policy, on_cpu=on_cpu, demo_model=demo_model)
-    server_args = _resolve(argv, on_cpu=on_cpu)
+    server_args = _resolve(argv, policy, given_flags(flags), on_cpu=on_cpu)
     _extend_app(policy, warm_up)
     return server_args
 
@@ -73,7 +74,7 @@ def _quiet_warnings() -> None:
         warnings.filterwarnings("ignore", message=text, category=UserWarning)
 
 
-def _resolve(argv: list[str], *, on_cpu: bool) -> Any:
+def _resolve(argv: list[str], policy: Policy, given: Set[str], *, on_cpu: bool) -> Any:
     """Let SGLang parse ``argv``, then prove that every request will carry its tenant."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -87,11 +88,13 @@ def _resolve(argv: list[str], *, on_cpu: bool) -> Any:
     hooks.verify()
     server_args = prepare_server_args(argv)
     server_args.stat_loggers = {"tokenizer": TenantTokenizerMetrics}
+    set_cpu_size(server_args, policy, given)
     if on_cpu:
         _bind_threads(server_args.tp_size)
     server_args.resolve_once()
     resolved = resolving_view(server_args)
     check_modes(resolved)
+    check_tiers(resolved)
     check_port(resolved.host, resolved.port)
     return server_args
 

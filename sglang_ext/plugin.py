@@ -29,6 +29,7 @@ def register() -> None:
     from sglang_ext.patches.shutdown import shutdown_hooks
     from sglang_ext.patches.tokenizer_manager import identity_hooks
     from sglang_ext.patches.versions import check_version
+    from sglang_ext.patches.weight_updates import weight_update_hooks
     from sglang_ext.public_prefixes import public_prefixes
 
     check_version()
@@ -41,6 +42,7 @@ def register() -> None:
             *refusal_status_hooks(),
             *scheduler_hooks(active.policy(), _scheduler_metrics),
             *shutdown_hooks(),
+            *weight_update_hooks(),
         ]
     )
     register_backend(partial(public_prefixes, active.policy()), check=hooks.verify)

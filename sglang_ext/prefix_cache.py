@@ -16,6 +16,7 @@ from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.victims import Eviction
 from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.tiers import TenantStore
 from sglang_ext.types import Owner, OwnerLimits, Tier
 
 __all__ = ["TenantRadixCache"]
@@ -28,6 +29,8 @@ class TenantRadixCache(UnifiedRadixCache):
     """
 
     tree_core: Any
+    store: TenantStore | None = None
+    """The NVMe tier, once there is one."""
 
     def __init__(self, params: Any, public: PublicPrefixes | None = None) -> None:
         self.pins = Pins(self)
@@ -152,6 +155,17 @@ class TenantRadixCache(UnifiedRadixCache):
             return None
         with self._quotas.requested_by({owner: tokens}, Tier.CPU):
             return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+
+    def write_backup_storage(self, node_id: int) -> None:
+        if self.store is not None:
+            node = self.tree_core.node_by_id(node_id)
+            self.store.note_owner(node.hash_value or (), node.owner)
+        super().write_backup_storage(node_id)
+
+    def weights_changed(self, flushed: bool) -> None:
+        """Serve nothing from below that former weights computed; see ``TenantStore``."""
+        if self.store is not None:
+            self.store.weights_changed(flushed)
 
     # ---- pins
 

@@ -17,6 +17,7 @@ _SIZED_TIERS = (Tier.HBM, Tier.CPU, Tier.NVME)
 
 def check_policy(policy: Policy) -> None:
     """Refuse a policy whose fields, each right by itself, contradict each other."""
+    _check_tiers(policy.tiers)
     for tenant in policy.tenants.values():
         _check_isolation(tenant, policy)
         _check_reserve_within_quota(tenant, policy.tiers)
@@ -26,6 +27,12 @@ def check_policy(policy: Policy) -> None:
     _check_unique(_prefix_names(policy), "name")
     _check_groups(policy)
     _check_reserves_fit(policy)
+
+
+def _check_tiers(tiers: TiersPolicy) -> None:
+    if tiers.nvme is not None and tiers.cpu is None:
+        problem = "set without tiers.cpu, expected both: pages reach the disk through host memory"
+        raise PolicyError("tiers.nvme", problem)
 
 
 def _check_isolation(tenant: TenantPolicy, policy: Policy) -> None:

@@ -23,8 +23,6 @@ class NotYet:
 
 
 _TENANT_FIELDS = {
-    "quota.nvme": "tiers",
-    "reserve.nvme": "tiers",
     "ttl": "tiers",
     "encrypt": "sealed tenants",
 }
@@ -33,7 +31,8 @@ _ISOLATION = {"sealed": "sealed tenants", "dedicated": "dedicated engines"}
 
 NOT_YET = (
     NotYet("engine.kv_scales", "FP8 pages"),
-    NotYet("tiers", "tiers"),
+    NotYet("tiers.hbm", "tiers"),
+    NotYet("tiers.remote", "the remote tier"),
     *(NotYet(f"defaults.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
     *(NotYet(f"tenants.*.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
     NotYet("tenants.*.gpus", "dedicated engines"),

@@ -21,6 +21,7 @@ _IMPORT_SGLANG = {
     "sglang_ext/prefix_cache.py",
     "sglang_ext/public_prefixes.py",
     "sglang_ext/quotas.py",
+    "sglang_ext/tiers.py",
     "sglang_ext/tokenizer_metrics.py",
     "sglang_ext/warm_up.py",
     "radix/component.py",

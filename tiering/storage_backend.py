@@ -34,7 +34,7 @@ from sglang_ext.tiering.encryption import (
 )
 from sglang_ext.tiering.nvme_store import NvmeStore, StoreConfig
 from sglang_ext.tiering.page_format import Fingerprint
-from sglang_ext.tiering.transfers import PageRef
+from sglang_ext.tiering.transfers import PageRef, bytes_on_disk
 from sglang_ext.types import Owner
 
 __all__ = ["ExtStorage"]
@@ -53,7 +53,7 @@ class ExtStorage(HiCacheStorage):
                 "NVMe tier: SGLang writes the pages of an MLA model from one rank only, and ranks"
                 " do not share a folder; use --tp 1, or no NVMe tier"
             )
-        self._config = storage_config
+        self._ranks = storage_config
         self._extra: dict[str, Any] = dict(storage_config.extra_config or {})
         for name in ("folder", "total_bytes", "weights_hash"):
             if name not in self._extra:
@@ -67,6 +67,11 @@ class ExtStorage(HiCacheStorage):
         """The store behind it, for caps, usage, counters, deletion; needs the host pool."""
         assert self._store is not None, "register_mem_pool_host comes first"
         return self._store
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token takes on disk, its part of header and rounding included."""
+        return -(-bytes_on_disk(self._page_bytes) // self.mem_pool_host.page_size)
 
     def note_owner(self, hashes: Iterable[str], owner: Owner) -> None:
         """Tell whose pages these are, before they are written or looked for. O(hashes)."""
@@ -85,7 +90,8 @@ class ExtStorage(HiCacheStorage):
         except NotImplementedError as error:
             raise UnsupportedError(f"NVMe tier: {type(mem_pool_host).__name__}: {error}") from error
         self._page_bytes = page.numel() * page.element_size()
-        self._store = NvmeStore(self._store_config(page), self._keyring())
+        self.config = self._store_config(page)
+        self._store = NvmeStore(self.config, self._keyring())
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
@@ -214,7 +220,7 @@ class ExtStorage(HiCacheStorage):
         return [pool.get_data_page(start, flat=False) for start in starts]
 
     def _store_config(self, page: torch.Tensor) -> StoreConfig:
-        config, extra, pool = self._config, self._extra, self.mem_pool_host
+        config, extra, pool = self._ranks, self._extra, self.mem_pool_host
         rank = f"tp{config.tp_rank}of{config.tp_size}-pp{config.pp_rank}of{config.pp_size}"
         encrypted = frozenset(extra.get("encrypted_owners", ()))
         return StoreConfig(

@@ -17,7 +17,15 @@ from sglang_ext.tiering.space import Space
 from sglang_ext.tiering.workers import Batch, Workers
 from sglang_ext.types import Owner
 
-__all__ = ["Deliver", "Fill", "PageRef", "Transfers", "copy_from", "copy_into"]
+__all__ = [
+    "Deliver",
+    "Fill",
+    "PageRef",
+    "Transfers",
+    "bytes_on_disk",
+    "copy_from",
+    "copy_into",
+]
 
 _STEP_S = 1e-6
 _TOGETHER_BYTES = 2**20
@@ -131,7 +139,7 @@ class Transfers:
             return self._run(
                 lambda batch, places: self._put_some(batch, call, places),
                 len(refs),
-                _slot_bytes(max(sizes, default=0)),
+                bytes_on_disk(max(sizes, default=0)),
                 timeout_s,
             )
         finally:
@@ -217,7 +225,7 @@ class Transfers:
         if page in self._writing or self._space.index.find(*page) is not None:
             batch.results[place] = True
             return None
-        slot = self._space.take(page.owner, _slot_bytes(call.sizes[place]))
+        slot = self._space.take(page.owner, bytes_on_disk(call.sizes[place]))
         if slot is None:
             return None
         self._writing.add(page)
@@ -325,7 +333,8 @@ class Transfers:
             self._counters.add("hit_bytes", sum(len(body) for _, body in bodies))
 
 
-def _slot_bytes(size: int) -> int:
+def bytes_on_disk(size: int) -> int:
+    """Return the bytes on disk of a page with a body of ``size`` bytes."""
     return round_up(HEADER_BYTES + size)
 
 

@@ -18,6 +18,7 @@ from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
 from sglang_ext.patches.shutdown import shutdown_hooks
 from sglang_ext.patches.tokenizer_manager import identity_hooks
 from sglang_ext.patches.versions import SGLANG_VERSION, check_signature, check_version
+from sglang_ext.patches.weight_updates import weight_update_hooks
 from sglang_ext.tenancy.loader import parse_policy
 
 _MODULE = "sglang_ext_hook_targets"
@@ -140,6 +141,7 @@ def _all_hooks() -> list[Hook]:
         *refusal_status_hooks(),
         *scheduler_hooks(policy, _no_observer),
         *shutdown_hooks(),
+        *weight_update_hooks(),
     ]
 
 

@@ -1,0 +1,135 @@
+"""The lower tiers of one cache, once model and pools are known.
+
+before the cache is built   complete_storage_config   folder, size and fingerprint of our store
+once it is built            TenantStore               caps and owners, what it holds, deletion
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.runtime_context import get_context, get_memory
+
+from sglang_ext.errors import UnsupportedError
+from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.tier_flags import STORAGE_CONFIG, ranks
+from sglang_ext.tiering.caps import Caps, Limit
+from sglang_ext.tiering.storage_backend import ExtStorage
+from sglang_ext.types import Owner, OwnerLimits, Tier
+from sglang_ext.weights import kv_scales, weights_hash
+
+__all__ = ["TenantStore", "complete_storage_config", "tenant_store"]
+
+logger = logging.getLogger(__name__)
+
+
+def complete_storage_config(ctx: Any, policy: Policy) -> None:
+    """Tell our store where its pages lie, how much it may take and which pages are valid.
+
+    ``ctx`` is SGLang's TreeCacheBuildContext. Fields that the command line sets win. Another
+    backend, or none, is left alone.
+    """
+    memory, nvme = get_memory(), policy.tiers.nvme
+    text = memory.hicache_storage_backend_extra_config or ""
+    if memory.hicache_storage_backend != "dynamic" or nvme is None or text.startswith("@"):
+        return
+    given = json.loads(text)
+    if given.get("class_name") != STORAGE_CONFIG["class_name"]:
+        return
+    runner = ctx.tp_worker.model_runner
+    config = {
+        "folder": str(nvme.path),
+        "total_bytes": int(nvme.size.amount) // ranks(ctx.server_args),
+        "weights_hash": _weights(ctx),
+        "kv_dtype": str(ctx.params.token_to_kv_pool_allocator.get_kvcache().dtype),
+        "scales": kv_scales(runner.model),
+        **given,
+    }
+    fields = {"hicache_storage_backend_extra_config": json.dumps(config)}
+    get_context().override("sglang_ext.tiers", **fields)
+
+
+def tenant_store(ctx: Any, cache: Any, policy: Policy) -> "TenantStore | None":
+    """Return the NVMe tier of a cache that was just built, with its caps set; None without one.
+
+    Raises UnsupportedError for a model of which the store would keep only a part, and PolicyError
+    where quotas or reserves do not fit.
+    """
+    controller = cache.cache_controller
+    backend = None if controller is None else controller.storage_backend
+    if not isinstance(backend, ExtStorage):
+        return None
+    if len(cache.tree_components) > 1 or cache.sidecar_pool_specs:
+        raise UnsupportedError(
+            "tiers.nvme does not work with this model yet: it keeps a window, a state or an index "
+            "besides full attention, which the store does not hold; remove tiers.nvme"
+        )
+    return TenantStore(backend, policy, lambda: _weights(ctx))
+
+
+def _weights(ctx: Any) -> str:
+    return weights_hash(ctx.tp_worker.model_runner.model, ctx.model_config.hf_config)
+
+
+class TenantStore:
+    """The NVMe tier of one rank: an ExtStorage under the policy's quotas."""
+
+    def __init__(self, backend: ExtStorage, policy: Policy, weights: Callable[[], str]) -> None:
+        self.backend = backend
+        self.bytes_per_token = backend.bytes_per_token
+        self._weights = weights
+        total = backend.config.caps.total_bytes
+        self._book = QuotaBook(
+            policy, Tier.NVME, total // self.bytes_per_token, backend.bytes_per_token
+        )
+        self._caps = Caps(
+            total_bytes=total,
+            limits={owner: self._limit(limits) for owner, limits in self._book.owners.items()},
+            # Who is no longer in the policy file gives first.
+            default=Limit(quota_bytes=0),
+        )
+        backend.store.set_caps(self._caps)
+
+    def limits(self, owner: Owner) -> OwnerLimits:
+        """Return what ``owner`` may hold here, in tokens."""
+        return self._book.limits(owner)
+
+    def note_owner(self, hashes: Iterable[str], owner: Owner) -> None:
+        """Tell whose pages are about to be written. O(pages)."""
+        self.backend.note_owner(hashes, owner)
+
+    def held_bytes(self) -> Mapping[Owner, int]:
+        """Return the bytes on disk by owner, headers included. O(owners)."""
+        return self.backend.store.total_usage().owners
+
+    def counters(self) -> Mapping[str, int]:
+        """Return what happened since the start, by name."""
+        return self.backend.store.counters
+
+    def delete_owner(self, owner: Owner) -> int:
+        """Delete every page of ``owner``; return the bytes freed. O(pages of the owner)."""
+        return self.backend.store.delete_owner(owner)
+
+    def weights_changed(self, flushed: bool) -> None:
+        """Serve nothing that former weights computed.
+
+        ``flushed``: no page of theirs is left above or on its way down. Otherwise nothing is read
+        or written from here until the server starts again.
+        """
+        if not flushed:
+            logger.warning("weights changed without a flush: the NVMe tier is off until a restart")
+            self.backend.close()
+            return
+        self.backend.store.rebind(
+            replace(self.backend.config.fingerprint, weights_hash=self._weights())
+        )
+
+    def _limit(self, limits: OwnerLimits) -> Limit:
+        return Limit(
+            quota_bytes=None if limits.quota is None else limits.quota * self.bytes_per_token,
+            hard=limits.hard,
+            reserve_bytes=limits.reserve * self.bytes_per_token,
+        )
