@@ -118,12 +118,9 @@ class TenantTreeCore(UnifiedTreeCore):
             self._insert_public_run(state, public)
         super()._insert_commit_step(state)
         state.result.prefix_len = matched
-        node = state.target_node
-        if state.is_new_leaf and node.hash_value is not None and turns_private(node):
-            node.hash_value = node_hashes(node, self.page_size)
         if len(self.components) > 1:
             # Another component may have stamped the node once more.
-            self._update_evictable_leaf_sets(node)
+            self._update_evictable_leaf_sets(state.target_node)
 
     def _insert_public_run(self, state: Any, public: int) -> None:
         start, end = state.total_prefix_length, state.total_prefix_length + public
@@ -155,6 +152,13 @@ class TenantTreeCore(UnifiedTreeCore):
     def _new_node(self, priority: int = 0) -> TenantTreeNode:
         node = TenantTreeNode(self.component_types, priority, self.clock.now_ms)
         self._register_node(node)
+        return node
+
+    def _add_new_node(self, parent: Any, key: TenantKey, value: Any, **kwargs: Any) -> Any:
+        node = super()._add_new_node(parent, key, value, **kwargs)
+        if node.hash_value is not None and turns_private(node):
+            # At once: a component may split the node before the insert is over.
+            node.hash_value = node_hashes(node, self.page_size)
         return node
 
     def backfill_missing_hash_values(self) -> int:

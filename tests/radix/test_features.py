@@ -73,6 +73,17 @@ def test_sliding_windows_lie_on_both_sides_of_the_boundary() -> None:
     assert all(node.component_data[ComponentType.SWA].value is not None for node in walk(rig.core))
 
 
+def test_a_window_that_splits_the_private_run_keeps_its_hashes_private() -> None:
+    rig = make_window_rig()
+    rig.core.enable_storage = True
+    for owner in ("t:a", "t:b"):
+        rig.insert(PROMPT + [1] * 3 * WINDOW, owner)
+    private = [node for node in walk(rig.core) if node.owner != PUBLIC]
+    hashes = [page for node in private for page in node.hash_value]
+    assert len(private) > 2, "no window split a private run"
+    assert len(set(hashes)) == len(hashes)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_windows_survive_random_use_by_several_owners(seed: int) -> None:
     rig, random = make_window_rig(), Random(seed)
