@@ -7,6 +7,8 @@ import pytest
 from tests.serving.conftest import run_server
 from tests.serving.server import Client, ServerProcess, policy_file
 
+pytestmark = pytest.mark.serving
+
 LIMITS = "defaults: {quota: {hbm: 30%, hard: true}}\n"
 WORDS = 1200
 
@@ -23,6 +25,7 @@ def prompt(number: int, words: int = WORDS) -> str:
     return " ".join(f"{number}-{word}" for word in range(words // 4))
 
 
+@pytest.mark.trial(23)
 def test_trial_23_a_flood_takes_nothing_from_the_quiet_tenant(limited: ServerProcess) -> None:
     flood, quiet = Client(limited.url, "key-a"), Client(limited.url, "key-b")
     quiet.generate(prompt(0))
