@@ -61,8 +61,8 @@ class SchedulerObserver(Protocol):
 class TenantScheduling:
     """One for each scheduler process. ``cache`` is set once SGLang has built it.
 
-    ``running`` are the tokens that requests hold outside the tree, ``growth`` what they may still
-    take until their last token, both by owner and as of the beginning of the step. ``blocked`` are
+    ``growth`` is what requests in flight may still take until their last token, by owner, as of the
+    beginning of the step and only where the policy is ``limited``. ``blocked`` are
     owners whose next request was refused room, with the tokens that it needs. ``limited``: some
     owner has a hard quota or a reserve; without, SGLang's own budget is all that counts.
     """
@@ -77,7 +77,6 @@ class TenantScheduling:
         self.backlog = Backlog(lambda req: self.ticket(req).tenant)
         self.fair = False
         self.metrics: SchedulerObserver | None = None
-        self.running: Counter[Owner] = Counter()
         self.growth: Counter[Owner] = Counter()
         self.blocked: dict[Owner, int] = {}
         self.waiting_owners: set[Owner] = set()
@@ -164,17 +163,21 @@ class TenantScheduling:
             yield
 
     def count_running(self, requests: Iterable[Any]) -> None:
-        """Take in what is in flight at the beginning of a step. O(requests), about 0.5 us each."""
-        running: Counter[Owner] = Counter()
+        """Take in what is in flight at the beginning of a step. O(requests), each step."""
+        alive = [req for req in requests if req.finished_reason is None]
+        running: dict[Owner, int] = {}
+        for req in alive:
+            owner, kv = self.ticket(req).owner, req.kv
+            held = kv.kv_allocated_len - kv.cache_protected_len
+            running[owner] = running.get(owner, 0) + (held if held > 0 else 0)
+        self.cache.ledger.set_running(running)
+        self.growth = self._growth(alive) if self.limited else self.growth
+
+    def _growth(self, requests: Iterable[Any]) -> Counter[Owner]:
         growth: Counter[Owner] = Counter()
         for req in requests:
-            if req.finished():
-                continue
-            owner, kv = self.ticket(req).owner, req.kv
-            running[owner] += max(0, kv.kv_allocated_len - kv.cache_protected_len)
-            growth[owner] += max(0, last_token(req) - kv.kv_allocated_len)
-        self.running, self.growth = running, growth
-        self.cache.ledger.set_running(running)
+            growth[self.ticket(req).owner] += max(0, last_token(req) - req.kv.kv_allocated_len)
+        return growth
 
     def charge(self, batch: Any) -> None:
         """Book what ``batch`` computes: its uncached prompt tokens, and a token a decoding row."""

@@ -87,7 +87,7 @@ def test_a_tenant_is_charged_what_is_computed_for_it(mode: ForwardMode) -> None:
 
 
 def test_what_runs_is_in_the_ledger_and_what_it_may_still_take_is_known() -> None:
-    desk = Desk("a: {}, b: {}")
+    desk = Desk("a: {quota: {hard: true}}, b: {}")
     req = desk.request("a", 100, 28)
     req.kv.kv_allocated_len, req.kv.cache_protected_len = 112, 48
     done = desk.request("b", 10, 1)
