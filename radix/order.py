@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from heapq import heappop, heappush, heapreplace
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -190,6 +191,11 @@ class Recency:
             yield stamp, leaf
         for stamp, _, leaf in self.late:
             yield stamp, leaf
+
+    def aged(self, is_old: Callable[[Leaf], bool]) -> list[Leaf]:
+        """Return the leaves from the oldest on that are all old. O(those)."""
+        late = (leaf for _, _, leaf in self.late)
+        return [*takewhile(is_old, self.recent), *takewhile(is_old, late)]
 
     def stamp(self, leaf: Leaf) -> float:
         """Return the stamp that ``leaf`` is filed under. O(1)."""

@@ -16,17 +16,19 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
 from sglang.srt.runtime_context import get_memory
 
 from sglang_ext import active
-from sglang_ext.errors import UnsupportedError
+from sglang_ext.errors import PolicyError, UnsupportedError
 from sglang_ext.prefix_cache import TenantRadixCache
 from sglang_ext.radix.component import TenantFullComponent
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.tree_core import TenantTreeCore
+from sglang_ext.residency import Residency, lifetimes
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.tenancy.units import SizeUnit
 from sglang_ext.tiers import complete_storage_config, tenant_store
 from sglang_ext.types import Tier
 
-__all__ = ["BACKEND", "create_cache", "quota_books", "register_backend"]
+__all__ = ["BACKEND", "create_cache", "quota_books", "register_backend", "residency"]
 
 BACKEND = "sglang_ext"
 
@@ -74,6 +76,7 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
     if active.has_policy():
         cache.limit(quota_books(active.policy(), cache))
         cache.store = tenant_store(ctx, cache, active.policy())
+        cache.residency = residency(active.policy(), cache)
     return cache
 
 
@@ -90,6 +93,19 @@ def quota_books(policy: Policy, cache: TenantRadixCache) -> list[QuotaBook]:
         for tier, pool in pools.items()
         if pool is not None
     ]
+
+
+def residency(policy: Policy, cache: TenantRadixCache) -> Residency | None:
+    """Return what ages the pages of ``cache``; None where they have nowhere to go and may stay."""
+    found = lifetimes(policy)
+    if cache.cache_controller is None and not any(life.strict for life in found.values()):
+        return None
+    size, token_bytes = policy.tiers.hbm.watermark, cache.ledger.bytes_per_token
+    if size.unit is SizeUnit.BYTES and not token_bytes:
+        problem = f"found {size}, but this engine does not say how many bytes a token takes"
+        raise PolicyError("tiers.hbm.watermark", f"{problem}; expected a percentage or tokens")
+    capacity = int(cache.token_to_kv_pool_allocator.size)
+    return Residency(cache, found, size.to_tokens(capacity, token_bytes * cache.tp_world_size))
 
 
 def _refuse_unsupported(ctx: Any, public: PublicPrefixes) -> None:

@@ -19,6 +19,15 @@ async def tree(
     return {"ranks": await _ask("tree", {"page": page, "limit": limit})}
 
 
+@router.post("/flush")
+async def flush(body: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Remove ``{"tenant": name}``, or ``{"all": true}``, from every tier.
+
+    Answers for each data-parallel rank what was freed, and what requests still hold.
+    """
+    return {"ranks": await _ask("flush", body)}
+
+
 async def _ask(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         return await ask_schedulers(name, body)

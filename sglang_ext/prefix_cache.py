@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.namespace import parse
@@ -13,13 +15,23 @@ from sglang_ext.pins import PinAnswer, Pins
 from sglang_ext.quotas import Quotas
 from sglang_ext.radix.clock import SharedClock
 from sglang_ext.radix.ledger import Ledger
+from sglang_ext.radix.order import Reason
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.victims import Eviction
+from sglang_ext.residency import Residency
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tiers import TenantStore
 from sglang_ext.types import Owner, OwnerLimits, Tier
 
-__all__ = ["TenantRadixCache"]
+__all__ = ["Flushed", "TenantRadixCache"]
+
+
+class Flushed(NamedTuple):
+    """Tokens of one rank that left a tier and that are in use there, and bytes freed on disk."""
+
+    freed: Mapping[Tier, int]
+    in_use: Mapping[Tier, int]
+    disk_bytes: int
 
 
 class TenantRadixCache(UnifiedRadixCache):
@@ -31,6 +43,8 @@ class TenantRadixCache(UnifiedRadixCache):
     tree_core: Any
     store: TenantStore | None = None
     """The NVMe tier, once there is one."""
+    residency: Residency | None = None
+    """What moves pages down as they age; None: they leave only when room is needed."""
 
     def __init__(self, params: Any, public: PublicPrefixes | None = None) -> None:
         self.pins = Pins(self)
@@ -47,11 +61,14 @@ class TenantRadixCache(UnifiedRadixCache):
     def tick(self) -> int:
         """Advance the shared clock and return it in milliseconds. One all-reduce, none alone.
 
-        Pins whose time has come end here, and hard quotas are enforced, with or without traffic.
+        Pins whose time has come end here, hard quotas are enforced and pages age, with or without
+        traffic.
         """
         now_ms = self.clock.tick()
         self.pins.expire(now_ms)
         self._quotas.enforce_all()
+        if self.residency is not None:
+            self.residency.tick(now_ms)
         return now_ms
 
     # ---- who may have how much
@@ -166,6 +183,55 @@ class TenantRadixCache(UnifiedRadixCache):
         """Serve nothing from below that former weights computed; see ``TenantStore``."""
         if self.store is not None:
             self.store.weights_changed(flushed)
+
+    # ---- residency
+
+    def copy_down(self, leaf: Any) -> bool:
+        """Tell whether a leaf in HBM has its copy in CPU; where not, begin one."""
+        if not leaf.backuped:
+            self._execute_and_commit_kv_backup(self.tree_core.build_backup_kv_action(leaf.id))
+            return False
+        return True
+
+    def free_leaf(self, leaf: Any, tier: Tier, reason: Reason) -> bool:
+        """Free what an unlocked leaf holds in ``tier``, and count why. O(leaf)."""
+        owner, tokens = leaf.owner, len(leaf.key)
+        if tier is Tier.HBM:
+            self._evict_device_leaf(leaf.id, dict.fromkeys(self.tree_components, 0))
+        else:
+            result = DriveHostEvictionResult()
+            self.tree_core._evict_host_leaf(
+                leaf,
+                result.tracker,
+                result.device_frees,
+                result.host_frees,
+                cache_actions=result.cache_actions,
+            )
+            self._apply_eviction_result(result)
+        self.tree_core.victims.left(owner, tier, tokens, reason)
+        return True
+
+    def make_room(self, tokens: int) -> None:
+        """Take the next victims of HBM ahead of need; reserves are kept."""
+        self.evict(EvictParams(num_tokens=tokens))
+
+    def flush(self, owner: Owner) -> Flushed:
+        """Remove the pages and pins of ``owner`` from every tier. O(its pages).
+
+        What running requests or copies on their way still hold stays, and is counted; ask again.
+        """
+        self.pins.remove_all(owner)
+        before = {tier: self.ledger.usage(owner, tier).tokens for tier in (Tier.HBM, Tier.CPU)}
+        victims = self.tree_core.victims
+        with victims.of(owner, Reason.FLUSH):
+            # What leaves HBM needs no copy below: that goes too.
+            self.evict(EvictParams(num_tokens=before[Tier.HBM]))
+            if self.cache_controller is not None:
+                self.evict_host(before[Tier.CPU])
+        in_use = {tier: self.ledger.usage(owner, tier).tokens for tier in before}
+        freed = {tier: held - in_use[tier] for tier, held in before.items()}
+        disk = 0 if self.store is None else self.store.delete_owner(owner)
+        return Flushed(freed, in_use, disk)
 
     # ---- pins
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_ext.metrics import OTHER, HeldMetrics, TenantLabels
+from sglang_ext.tier_metrics import TierMetrics, on_disk
 from sglang_ext.types import TenantId, Tier
 
 __all__ = ["SchedulerMetrics"]
@@ -29,6 +30,7 @@ class SchedulerMetrics:
 
         self._labels = TenantLabels(tenant_limit)
         self._held = HeldMetrics(tenant_limit)
+        self._tiers = TierMetrics(tenant_limit)
         self._published: set[str] = set()
         self._due = 0.0
         self._queue_time = Histogram(
@@ -85,7 +87,8 @@ class SchedulerMetrics:
         self._set(self._deficit, deficits)
         self._published |= {self._labels.of(name) for name in names}
         held = {(owner, tier): usage.tokens for owner, tier, usage in cache.ledger}
-        self._held.publish(held)
+        self._held.publish(held | on_disk(cache))
+        self._tiers.publish(cache)
         for owner in {owner for owner, _ in held if owner}:
             limits = cache.limits(owner)
             label = self._labels.of(owner)

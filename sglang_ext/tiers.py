@@ -109,9 +109,17 @@ class TenantStore:
         """Return what happened since the start, by name."""
         return self.backend.store.counters
 
+    def owners(self) -> list[Owner]:
+        """Return who holds a page. O(owners)."""
+        return self.backend.store.owners()
+
+    def expire(self, owner: Owner, before: float) -> int:
+        """Delete pages of ``owner`` last used here before that time; return the bytes freed."""
+        return self.backend.store.expire(owner, before)
+
     def delete_owner(self, owner: Owner) -> int:
         """Delete every page of ``owner``; return the bytes freed. O(pages of the owner)."""
-        return self.backend.store.delete_owner(owner)
+        return self.backend.delete_owner(owner)
 
     def weights_changed(self, flushed: bool) -> None:
         """Serve nothing that former weights computed.

@@ -23,7 +23,6 @@ class NotYet:
 
 
 _TENANT_FIELDS = {
-    "ttl": "tiers",
     "encrypt": "sealed tenants",
 }
 
@@ -31,12 +30,15 @@ _ISOLATION = {"sealed": "sealed tenants", "dedicated": "dedicated engines"}
 
 NOT_YET = (
     NotYet("engine.kv_scales", "FP8 pages"),
-    NotYet("tiers.hbm", "tiers"),
     NotYet("tiers.remote", "the remote tier"),
     *(NotYet(f"defaults.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
     *(NotYet(f"tenants.*.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
     NotYet("tenants.*.gpus", "dedicated engines"),
     NotYet("tenants.*.engine", "dedicated engines"),
+    *(
+        NotYet(path, "a later release", frozenset({"created"}))
+        for path in ("defaults.ttl.since", "tenants.*.ttl.since")
+    ),
     *(
         NotYet(path, feature, frozenset({value}))
         for path in ("defaults.isolation", "tenants.*.isolation")

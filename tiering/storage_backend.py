@@ -82,6 +82,16 @@ class ExtStorage(HiCacheStorage):
             while len(self._owners) > _NOTES:
                 self._owners.popitem(last=False)
 
+    def delete_owner(self, owner: Owner) -> int:
+        """Delete every page of ``owner``, also those on their way here; return the bytes freed.
+
+        O(pages of the owner, notes).
+        """
+        with self._owners_lock:
+            for name in [name for name, noted in self._owners.items() if noted == owner]:
+                del self._owners[name]
+        return self.store.delete_owner(owner)
+
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the folder for pages of this pool. Raises StoreError, KeyRingError."""
         super().register_mem_pool_host(mem_pool_host)

@@ -28,7 +28,7 @@ def _cache(held: dict[str, int], limits: OwnerLimits = NO_LIMITS) -> SimpleNames
     ledger = Ledger()
     for owner, tokens in held.items():
         ledger.book(Owner(owner), Tier.HBM, tokens, 0)
-    return SimpleNamespace(ledger=ledger, limits=lambda owner: limits)
+    return SimpleNamespace(ledger=ledger, limits=lambda owner: limits, store=None, evictions={})
 
 
 def test_what_happens_to_requests_is_counted(registry: CollectorRegistry) -> None:

@@ -1,0 +1,57 @@
+"""Rule 1 of the order of victims: leaves that outlived their time go before any other.
+
+It stands in front of another strategy. Who has an expired leaf is found by whoever keeps the time
+(O(owners), now and then); between two such rounds owners only fall out of the set, as soon as their
+oldest leaf is no longer expired. Reserves hold here too: an owner gives what it has to spare.
+Amortised O(1) a victim.
+"""
+
+from collections.abc import Callable
+
+from sglang_ext.radix.order import OwnerStrategy, Reason, Terms
+from sglang_ext.types import Owner
+
+__all__ = ["ExpiredFirst"]
+
+
+class ExpiredFirst:
+    """The strategy of one tier.
+
+    ``owners`` may have an expired leaf, others have none. A dictionary, because its order is the
+    same on every rank.
+    """
+
+    def __init__(
+        self,
+        inner: OwnerStrategy,
+        owners: dict[Owner, None],
+        is_expired: Callable[[Owner], bool],
+        may_give: Callable[[Owner], bool],
+    ) -> None:
+        """``is_expired`` tells about an owner's oldest leaf, ``may_give`` about its reserve."""
+        self._inner = inner
+        self._owners = owners
+        self._is_expired = is_expired
+        self._may_give = may_give
+        self._chosen: Owner | None = None
+
+    def lowered(self, owner: Owner, oldest: float) -> None:
+        self._inner.lowered(owner, oldest)
+
+    def first(self, oldest: Callable[[Owner], float | None]) -> Owner | None:
+        self._chosen = self._expired_owner(oldest)
+        return self._inner.first(oldest) if self._chosen is None else self._chosen
+
+    def terms(self, owner: Owner) -> Terms:
+        terms = self._inner.terms(owner)
+        return terms._replace(reason=Reason.TTL) if owner == self._chosen else terms
+
+    def _expired_owner(self, oldest: Callable[[Owner], float | None]) -> Owner | None:
+        """Return the first that gives; who does not is asked again after the next round."""
+        owners = self._owners
+        while owners:
+            owner = next(iter(owners))
+            if oldest(owner) is not None and self._is_expired(owner) and self._may_give(owner):
+                return owner
+            del owners[owner]
+        return None

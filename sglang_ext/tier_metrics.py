@@ -1,0 +1,55 @@
+"""Metrics of the tiers: what left them and why, and what the store below met with."""
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from sglang_ext.metrics import TenantLabels
+from sglang_ext.types import Owner, Tier
+
+__all__ = ["TierMetrics", "on_disk"]
+
+
+def on_disk(cache: Any) -> dict[tuple[Owner, Tier], int]:
+    """Return the tokens of each owner on the disk; empty without an NVMe tier. O(owners)."""
+    store = cache.store
+    if store is None:
+        return {}
+    held = store.held_bytes().items()
+    return {(owner, Tier.NVME): taken // store.bytes_per_token for owner, taken in held}
+
+
+class TierMetrics:
+    """Turns totals that only grow into Prometheus counters.
+
+    prometheus_client is imported here, after SGLang has chosen its folder for several processes.
+    """
+
+    def __init__(self, owner_limit: int) -> None:
+        from prometheus_client import Counter as Total
+
+        self._labels = TenantLabels(owner_limit)
+        self._evicted = Total(
+            "sglang_ext_evicted_tokens_total",
+            "Tokens that left a tier: by quota, pressure, ttl or flush.",
+            labelnames=("owner", "tier", "reason"),
+        )
+        self._events = Total(
+            "sglang_ext_store_events_total",
+            "What happened in the NVMe tier: hit, miss, stored, evicted and each reason of loss.",
+            labelnames=("event",),
+        )
+        self._seen: Counter[Hashable] = Counter()
+
+    def publish(self, cache: Any) -> None:
+        """Add what happened since the last time. O(owners)."""
+        for eviction, tokens in self._news(cache.evictions):
+            owner = self._labels.of(eviction.owner or "public")
+            self._evicted.labels(owner, eviction.tier.value, eviction.reason.value).inc(tokens)
+        for event, count in self._news({} if cache.store is None else cache.store.counters()):
+            self._events.labels(event).inc(count)
+
+    def _news(self, totals: Mapping[Any, int]) -> list[tuple[Any, int]]:
+        news = [(key, total - self._seen[key]) for key, total in totals.items()]
+        self._seen.update(dict(news))
+        return [(key, grown) for key, grown in news if grown]

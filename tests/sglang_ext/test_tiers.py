@@ -1,0 +1,240 @@
+"""HBM, CPU and NVMe on SGLang's own cache and pools: whose pages go down, and what comes back."""
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+from sglang_ext.namespace import frame
+from sglang_ext.radix.integrity import check_integrity, walk
+from sglang_ext.tenancy.loader import parse_policy
+from sglang_ext.tiering.placement import Lifetime
+from sglang_ext.tiers import TenantStore
+from sglang_ext.types import Owner, OwnerLimits, Tier
+from tests.sglang_ext.tiered import PAGE, TieredRig, tiered
+
+TEXT = list(range(16))
+SYSTEM = list(range(500, 508))
+
+
+def page_bytes(rig: TieredRig, tokens: list[int], owner: str) -> torch.Tensor:
+    """Return what HBM holds for a text, all layers."""
+    found = rig.match(tokens, owner)
+    slots = rig.core.collect_full_device_indices(
+        found.last_device_node, rig.core.root_node_handle()
+    )
+    pool = rig.allocator.get_kvcache()
+    layers = [*pool.k_buffer, *pool.v_buffer]
+    return torch.stack([layer.view(torch.uint8)[slots].flatten(1) for layer in layers])
+
+
+def fill(rig: TieredRig) -> None:
+    """Let every slot of HBM hold other bytes."""
+    pool = rig.allocator.get_kvcache()
+    for layer in [*pool.k_buffer, *pool.v_buffer]:
+        layer.view(torch.uint8).random_(0, 256)
+
+
+def leave_memory(rig: TieredRig) -> None:
+    """Evict everything from HBM and CPU."""
+    rig.evict(10**6)
+    rig.cache.evict_host(10**6)
+    assert not list(walk(rig.core))
+    fill(rig)
+
+
+def fetch(rig: TieredRig, tokens: list[int], owner: str) -> int:
+    """Fetch from NVMe what neither HBM nor CPU has; return how many tokens CPU has then."""
+    cache, handle = rig.cache, CacheRequestHandle("r", 0)
+    cache.prefetch_stop_policy = "wait_complete"
+    found = rig.match(tokens, owner)
+    start = found.device_prefix_len + found.host_hit_length
+    node = found.last_host_node
+    cache.prefetch_from_storage(
+        handle,
+        node,
+        array("q", tokens[start:]),
+        cache.get_last_hash_value(node),
+        None,
+        array("q", tokens[:start]),
+        frame(Owner(owner)),
+    )
+    while not cache.check_prefetch_progress(handle):
+        cache.check_hicache_events()
+    check_integrity(cache)
+    return rig.where(tokens, owner)[1]
+
+
+def load(rig: TieredRig, tokens: list[int], owner: str) -> None:
+    """Load what CPU has of a text into HBM."""
+    assert rig.cache.load_back(rig.match(tokens, owner).best_match_node)
+    rig.cache.ready_to_load_host_cache()
+    rig.settle()
+
+
+def keys(rig: TieredRig) -> dict[str, set[str]]:
+    """Return the page hashes in the tree, by owner."""
+    found: dict[str, set[str]] = {}
+    for node in walk(rig.core):
+        found.setdefault(node.owner, set()).update(node.hash_value)
+    return found
+
+
+def test_a_page_comes_back_from_the_disk_bit_for_bit(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        fill(rig)
+        rig.write(TEXT)
+        before = page_bytes(rig, TEXT, "t:a").clone()
+        leave_memory(rig)
+        assert fetch(rig, TEXT, "t:a") == 16
+        load(rig, TEXT, "t:a")
+        assert torch.equal(page_bytes(rig, TEXT, "t:a"), before)
+
+
+def test_the_same_text_of_two_tenants_has_keys_and_bytes_of_its_own(tmp_path: Path) -> None:
+    """Trials 5 and 6, also behind a public run, whose pages belong to nobody."""
+    with tiered(tmp_path, public=[SYSTEM]) as rig:
+        for owner in ("t:a", "t:b"):
+            rig.write(TEXT, owner)
+            rig.write([*SYSTEM, *TEXT], owner)
+        found = keys(rig)
+        assert not found["t:a"] & found["t:b"]
+        assert not found[""] & (found["t:a"] | found["t:b"])
+        held = rig.cache.store.held_bytes()
+        assert held["t:a"] == held["t:b"] == 4 * held[""]
+
+
+def test_a_tenant_fetches_nothing_of_another(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        rig.write(TEXT, "t:a")
+        leave_memory(rig)
+        assert fetch(rig, TEXT, "t:b") == 0
+        assert fetch(rig, TEXT, "t:a") == 16
+
+
+def test_public_and_private_pages_come_back_one_after_the_other(tmp_path: Path) -> None:
+    with tiered(tmp_path, public=[SYSTEM]) as rig:
+        text = [*SYSTEM, *TEXT]
+        rig.write(text, "t:a")
+        leave_memory(rig)
+        assert fetch(rig, text, "t:b") == len(SYSTEM)
+        assert fetch(rig, text, "t:b") == len(SYSTEM)
+        assert fetch(rig, text, "t:a") == len(text)
+
+
+def test_a_lost_page_is_a_miss_and_what_lies_before_it_a_hit(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        rig.write(TEXT)
+        (slab,) = tmp_path.rglob("*.slab")
+        leave_memory(rig)
+        with slab.open("r+b") as file:
+            file.seek(rig.cache.store.bytes_per_token * PAGE * 5 // 2)
+            (byte,) = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+        assert fetch(rig, TEXT, "t:a") in (0, PAGE, 2 * PAGE, 3 * PAGE)
+        assert rig.cache.store.counters()["corrupt"] == 1
+
+
+def test_pages_on_disk_are_deleted_at_their_time(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        now = [0.0]
+        life = Lifetime(hbm_ms=10**9, cpu_ms=10**9, nvme_ms=60_000)
+        rig.age({"t:a": life}, wall_clock=lambda: now[0])
+        rig.write(TEXT, "t:a")
+        rig.write(TEXT, "t:b")
+        store = rig.cache.store
+        written = rig.cache.store.backend.store._clock()
+        now[0] = written + 30
+        rig.later(1000)
+        assert set(store.owners()) == {"t:a", "t:b"}
+        now[0] = written + 3600
+        rig.later(1000)
+        assert store.owners() == ["t:b"]
+
+
+def test_a_flush_takes_a_tenant_out_of_every_tier_and_nobody_else(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        rig.write(TEXT, "t:a")
+        rig.write(TEXT, "t:b")
+        pin = rig.cache.pin_prefix(rig.key(TEXT), Owner("t:a"))
+        assert pin.tokens == 16
+        flushed = rig.cache.flush(Owner("t:a"))
+        check_integrity(rig.cache)
+        assert flushed.freed == {Tier.HBM: 16, Tier.CPU: 16}
+        assert flushed.in_use == {Tier.HBM: 0, Tier.CPU: 0}
+        assert flushed.disk_bytes > 0
+        assert rig.cache.store.owners() == ["t:b"]
+        assert rig.where(TEXT, "t:a") == (0, 0)
+        assert rig.where(TEXT, "t:b") == (16, 0)
+        assert fetch(rig, TEXT, "t:a") == 0
+
+
+def test_a_flush_leaves_what_is_in_use_and_says_so(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        rig.write(TEXT)
+        lock = rig.cache.lock(rig.match(TEXT).last_device_node)
+        flushed = rig.cache.flush(Owner("t:a"))
+        assert flushed.in_use[Tier.HBM] == 16
+        rig.cache.unlock(lock)
+        assert rig.cache.flush(Owner("t:a")).freed[Tier.HBM] == 16
+
+
+def test_pages_on_their_way_down_do_not_outlive_a_flush(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        queue: list[Any] = []
+        rig.cache.cache_controller.backup_queue.put, put = (
+            queue.append,
+            rig.cache.cache_controller.backup_queue.put,
+        )
+        rig.insert(TEXT)
+        while rig.cache.ongoing_write_through:
+            rig.cache.check_hicache_events()
+        rig.cache.flush(Owner("t:a"))
+        for operation in queue:
+            put(operation)
+        rig.settle()
+        assert queue and rig.cache.store.owners() == []
+
+
+def test_other_weights_delete_every_page(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        rig.write(TEXT)
+        leave_memory(rig)
+        rig.cache.weights_changed(flushed=True)
+        assert fetch(rig, TEXT, "t:a") == 0
+        rig.write(TEXT)
+        assert rig.cache.store.owners() == ["t:a"]
+
+
+def test_other_weights_without_a_flush_turn_the_disk_off(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        rig.write(TEXT)
+        leave_memory(rig)
+        rig.cache.weights_changed(flushed=False)
+        assert fetch(rig, TEXT, "t:a") == 0
+
+
+def test_quotas_of_the_disk_are_bytes_of_whole_pages(tmp_path: Path) -> None:
+    policy = parse_policy(
+        "version: 1\ntenants:\n"
+        "  a: {quota: {nvme: 32tok, hard: true}}\n"
+        "  b: {reserve: {nvme: 16tok}, quota: {nvme: 25%}}\n"
+    )
+    with tiered(tmp_path) as rig:
+        store = TenantStore(rig.cache.store.backend, policy, str)
+        assert store.limits(Owner("t:a")) == OwnerLimits(32, True, 0, 1.0, 1)
+        rig.cache.store = store
+        for start in range(0, 64, 16):
+            rig.write(list(range(start, start + 16)), "t:a")
+        assert store.held_bytes()[Owner("t:a")] == 32 // PAGE * (store.bytes_per_token * PAGE)
+
+
+def test_without_a_tier_there_is_no_store() -> None:
+    with tiered() as rig:
+        assert rig.cache.store is None
+        rig.write(TEXT)
+        rig.cache.weights_changed(flushed=False)
+        assert rig.cache.flush(Owner("t:a")).disk_bytes == 0
