@@ -43,6 +43,8 @@ class Answer:
     cached_tokens: int
     output_tokens: int
     text: str
+    sources: Mapping[str, int]
+    """Cached tokens by where they came from: device, host, storage."""
 
 
 def demo_flags(tokens: int) -> list[str]:
@@ -108,7 +110,13 @@ def ask(client: httpx.Client, server: Engine, text: str, tokens: int, **sampling
         cached_tokens=meta["cached_tokens"],
         output_tokens=meta["completion_tokens"],
         text=last["text"],
+        sources=_sources(meta),
     )
+
+
+def _sources(meta: Mapping[str, Any]) -> dict[str, int]:
+    details = meta.get("cached_tokens_details") or {}
+    return {tier: details.get(tier, 0) for tier in ("device", "host", "storage")}
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Any) -> None:
