@@ -4,6 +4,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
@@ -93,8 +94,10 @@ def test_a_page_comes_back_from_the_disk_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(page_bytes(rig, TEXT, "t:a"), before)
 
 
+@pytest.mark.trial(5)
+@pytest.mark.trial(6)
 def test_the_same_text_of_two_tenants_has_keys_and_bytes_of_its_own(tmp_path: Path) -> None:
-    """Trials 5 and 6, also behind a public run, whose pages belong to nobody."""
+    """Also behind a public run, whose pages belong to nobody."""
     with tiered(tmp_path, public=[SYSTEM]) as rig:
         for owner in ("t:a", "t:b"):
             rig.write(TEXT, owner)
@@ -199,6 +202,7 @@ def test_pages_on_their_way_down_do_not_outlive_a_flush(tmp_path: Path) -> None:
         assert queue and rig.cache.store.owners() == []
 
 
+@pytest.mark.trial(49)
 def test_other_weights_delete_every_page(tmp_path: Path) -> None:
     with tiered(tmp_path) as rig:
         rig.write(TEXT)
@@ -238,3 +242,16 @@ def test_without_a_tier_there_is_no_store() -> None:
         rig.write(TEXT)
         rig.cache.weights_changed(flushed=False)
         assert rig.cache.flush(Owner("t:a")).disk_bytes == 0
+
+
+def test_what_is_reserved_on_the_disk_is_not_taken_for_others(tmp_path: Path) -> None:
+    policy = parse_policy("version: 1\ntenants: {a: {}, b: {reserve: {nvme: 16tok}}}")
+    with tiered(tmp_path) as rig:
+        backend = rig.cache.store.backend
+        TenantStore(backend, policy, str)
+        token = backend.bytes_per_token
+        limits = backend.store._space.caps.limits
+        assert (limits[Owner("t:a")].reserve_bytes, limits[Owner("t:b")].reserve_bytes) == (
+            0,
+            16 * token,
+        )
