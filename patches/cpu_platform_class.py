@@ -1,5 +1,6 @@
 """The platform class itself, apart from ``cpu_platform`` because it imports SGLang."""
 
+import logging
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -16,6 +17,9 @@ from sglang_ext.patches.hicache_cpu import enable_hicache
 
 __all__ = ["ExtCpuPlatform"]
 
+_MODEL_REGISTRY = "sglang.srt.models.registry"
+_MISSING_KERNEL = "causal_conv1d_fn"
+
 
 class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU that runs SGLang's plain torch operators."""
@@ -26,6 +30,7 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def __init__(self) -> None:
         # SGLang builds its platform in every process, before it reads the command line.
         offer_cpu_attention()
+        logging.getLogger(_MODEL_REGISTRY).addFilter(_is_news)
 
     def init_backend(self) -> None:
         """Register what only the process of a model runner needs."""
@@ -60,3 +65,8 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         """Return the attention backend used when the command line names none."""
         return CPU_ATTENTION
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Leave out that models with a state space need a kernel that a CPU has not."""
+    return _MISSING_KERNEL not in record.getMessage()

@@ -7,9 +7,8 @@ from typing import Any
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 
 from sglang_ext.radix.node import TenantTreeNode
-from sglang_ext.types import PUBLIC
 
-__all__ = ["draw", "dump"]
+__all__ = ["dump"]
 
 
 def dump(tree: Any, page: int = 0, limit: int = 1000) -> dict[str, Any]:
@@ -55,20 +54,3 @@ def _run(node: TenantTreeNode, level: int, start: int, now_ms: int) -> dict[str,
         "locks": node.component_data[BASE_COMPONENT_TYPE].lock_ref,
         "pins": node.pins,
     }
-
-
-def draw(dumped: dict[str, Any]) -> str:
-    """Return a page of a dump as an indented tree, one line a run."""
-    lines = [_line(run) for run in dumped["runs"]]
-    if dumped["pages"] > 1:
-        lines.append(f"page {dumped['page'] + 1} of {dumped['pages']}")
-    return "\n".join(lines)
-
-
-def _line(run: dict[str, Any]) -> str:
-    end = run["start"] + run["tokens"]
-    marks = [f"{run[word]} {word}" for word in ("hits", "locks", "pins") if run[word]]
-    tiers = "+".join(run["tiers"])
-    owner = "public" if run["owner"] == PUBLIC else run["owner"]
-    facts = [owner, tiers, f"{run['age_ms'] / 1000:.1f} s ago", *marks]
-    return f"{'  ' * run['level']}[{run['start']}, {end}) {' · '.join(facts)}"

@@ -86,7 +86,7 @@ def _tree(options: argparse.Namespace) -> int:
     # Both load slowly, and the other commands do not need them.
     import httpx
 
-    from sglang_ext.radix.dump import draw
+    from sglang_ext.radix.drawing import draw
 
     headers = {"authorization": f"Bearer {options.key}"}
     try:

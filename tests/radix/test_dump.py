@@ -5,7 +5,8 @@ import json
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-from sglang_ext.radix.dump import draw, dump
+from sglang_ext.radix.drawing import draw
+from sglang_ext.radix.dump import dump
 from tests.radix.caches import Rig, make_rig
 
 PROMPT = [7] * 8

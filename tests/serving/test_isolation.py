@@ -65,7 +65,7 @@ def _generate_batch(client: Client, text: str) -> int:
 
 
 def _responses(client: Client, text: str) -> int:
-    body = {"model": DEMO_MODEL_NAME, "input": text, "max_output_tokens": 1}
+    body = {"model": DEMO_MODEL_NAME, "input": text, "max_output_tokens": 8}
     response = client.post("/v1/responses", body)
     response.raise_for_status()
     return int(response.json()["usage"]["input_tokens_details"]["cached_tokens"])

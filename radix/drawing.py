@@ -1,0 +1,24 @@
+"""A dump of the tree as text; apart from ``dump``, since a terminal needs no SGLang for it."""
+
+from typing import Any
+
+from sglang_ext.types import PUBLIC
+
+__all__ = ["draw"]
+
+
+def draw(dumped: dict[str, Any]) -> str:
+    """Return a page of a dump as an indented tree, one line a run."""
+    lines = [_line(run) for run in dumped["runs"]]
+    if dumped["pages"] > 1:
+        lines.append(f"page {dumped['page'] + 1} of {dumped['pages']}")
+    return "\n".join(lines)
+
+
+def _line(run: dict[str, Any]) -> str:
+    end = run["start"] + run["tokens"]
+    marks = [f"{run[word]} {word}" for word in ("hits", "locks", "pins") if run[word]]
+    tiers = "+".join(run["tiers"])
+    owner = "public" if run["owner"] == PUBLIC else run["owner"]
+    facts = [owner, tiers, f"{run['age_ms'] / 1000:.1f} s ago", *marks]
+    return f"{'  ' * run['level']}[{run['start']}, {end}) {' · '.join(facts)}"
