@@ -227,8 +227,10 @@ def _columns(answers: list[Answer]) -> dict[str, Any]:
 
 def main() -> int:
     """Run the benchmark and return its exit status."""
-    options = arguments("bench_noisy_neighbour", __doc__ or "").parse_args()
-    size = _QUICK if options.quick else Size()
+    parser = arguments("bench_noisy_neighbour", __doc__ or "")
+    parser.add_argument("--rounds", type=int, default=Size.rounds, help="of about ten minutes")
+    options = parser.parse_args()
+    size = _QUICK if options.quick else Size(rounds=options.rounds)
     report = Report("A quiet tenant beside a noisy one")
     outcomes = _measure(size, random.Random(options.seed))
     stock = _record(report, "stock", outcomes["stock"], size)
