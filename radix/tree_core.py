@@ -154,8 +154,16 @@ class TenantTreeCore(UnifiedTreeCore):
         self._register_node(node)
         return node
 
-    def _add_new_node(self, parent: Any, key: TenantKey, value: Any, **kwargs: Any) -> Any:
-        node = super()._add_new_node(parent, key, value, **kwargs)
+    def _add_new_node(
+        self,
+        parent: Any,
+        key: TenantKey,
+        value: Any,
+        priority: int = 0,
+        session_id: Any = None,
+        rotation_base: Any = None,
+    ) -> Any:
+        node = super()._add_new_node(parent, key, value, priority, session_id, rotation_base)
         if node.hash_value is not None and turns_private(node):
             # At once: a component may split the node before the insert is over.
             node.hash_value = node_hashes(node, self.page_size)

@@ -12,6 +12,8 @@ import pytest
 from sglang_ext.tenancy.keys import digest
 from tests.serving.server import Client, ServerProcess
 
+pytestmark = pytest.mark.serving
+
 FLAGS = ("--max-total-tokens", "2000", "--mem-fraction-static", "0.3", "--sleep-on-idle")
 NVME_BYTES = 400_000_000
 WORDS = ("apple", "river", "stone", "cloud", "tiger", "lamp", "ocean", "forest", "paper", "music")
