@@ -15,7 +15,7 @@ _BODY = (
 def main(policy_path: str, port: str) -> None:
     """Print the lines; a tenant with a key of its own gets a placeholder."""
     policy = load_policy(Path(policy_path))
-    print(print(f"The server answers at http://127.0.0.1:{port} in about 20 seconds. Try:"))
+    print(f"The server answers at http://127.0.0.1:{port} in about 20 seconds. Try:")
     for name, tenant in policy.tenants.items():
         if tenant.api_keys:
             print(_curl(name, tenant.api_keys, port), flush=True)
