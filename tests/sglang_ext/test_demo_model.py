@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable
@@ -206,55 +207,70 @@ def test_cache_folder_follows_the_xdg_rules(monkeypatch: pytest.MonkeyPatch) -> 
         assert cache_folder() == Path(expected)
 
 
-def _slowly(toy: Toy) -> ModelSource:
-    def convert(gguf_file: Path, folder: Path) -> None:
-        time.sleep(0.3)
-        toy.convert(gguf_file, folder)
+class Crowd:
+    """Holds up whoever prepares the model until the others wait for it."""
 
-    return toy.source(convert=convert)
+    def __init__(self, waiting: int) -> None:
+        self.waiting = waiting
+        self._arrived = _FORK.Semaphore(0)
+
+    def log(self, line: str) -> None:
+        if "waiting" in line:
+            self._arrived.release()
+
+    def gather(self) -> None:
+        for _ in range(self.waiting):
+            assert self._arrived.acquire(timeout=30)
+
+    def source(self, toy: Toy) -> ModelSource:
+        def convert(gguf_file: Path, folder: Path) -> None:
+            self.gather()
+            toy.convert(gguf_file, folder)
+
+        return toy.source(convert=convert)
 
 
-def _ask(toy: Toy) -> None:
-    assert (demo_model_path(source=_slowly(toy)) / "config.json").exists()
+def _ask(toy: Toy, crowd: Crowd) -> None:
+    assert (demo_model_path(crowd.log, source=crowd.source(toy)) / "config.json").exists()
 
 
-def test_two_processes_at_once_convert_once(toy: Toy) -> None:
-    processes = [_FORK.Process(target=_ask, args=(toy,)) for _ in range(3)]
+def test_processes_at_once_convert_once(toy: Toy) -> None:
+    crowd = Crowd(waiting=2)
+    processes = [_FORK.Process(target=_ask, args=(toy, crowd)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert toy.conversions() == 1
     assert left_behind() == [_NAME]
 
 
-def test_two_threads_at_once_convert_once(toy: Toy) -> None:
+def test_threads_at_once_convert_once_and_the_waiting_ones_say_so(toy: Toy) -> None:
+    crowd = Crowd(waiting=2)
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(_ask, [toy] * 3))
+        list(pool.map(lambda _: _ask(toy, crowd), range(3)))
     assert toy.conversions() == 1
 
 
-def test_the_waiting_process_says_so(toy: Toy) -> None:
-    lines: list[str] = []
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: demo_model_path(lines.append, source=_slowly(toy)), range(2)))
-    assert any("waiting" in line for line in lines)
-
-
 def test_the_second_process_takes_over_when_the_first_fails(toy: Toy) -> None:
-    def fail_slowly(_folder: Path) -> Path:
-        time.sleep(0.3)
+    crowd = Crowd(waiting=1)
+    begun = threading.Event()
+
+    def fail_late(_folder: Path) -> Path:
+        begun.set()
+        crowd.gather()
         raise DemoModelError("no network")
 
     def first() -> None:
         with contextlib.suppress(DemoModelError):
-            demo_model_path(source=toy.source(download=fail_slowly))
+            demo_model_path(source=toy.source(download=fail_late))
 
     with ThreadPoolExecutor(2) as pool:
         failing = pool.submit(first)
-        time.sleep(0.1)
-        assert pool.submit(demo_model_path, source=toy.source()).result(30).is_dir()
+        assert begun.wait(30)
+        second = pool.submit(demo_model_path, crowd.log, source=toy.source())
+        assert second.result(30).is_dir()
         failing.result(30)
 
 
