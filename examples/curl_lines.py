@@ -18,10 +18,10 @@ def main(policy_path: str, port: str) -> None:
     print(f"The server answers at http://127.0.0.1:{port} in about 20 seconds. Try:")
     for name, tenant in policy.tenants.items():
         if tenant.api_keys:
-            print(_curl(name, tenant.api_keys, port), flush=True)
+            print(_curl(name, {key.digest for key in tenant.api_keys}, port), flush=True)
 
 
-def _curl(name: str, digests: tuple[str, ...], port: str) -> str:
+def _curl(name: str, digests: set[str], port: str) -> str:
     key = f"demo-key-{name}" if digest(f"demo-key-{name}") in digests else f"<key of {name}>"
     return (
         f"\n# {name}\ncurl http://127.0.0.1:{port}/v1/chat/completions \\\n"

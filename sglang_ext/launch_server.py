@@ -14,6 +14,8 @@ from sglang_ext import active
 from sglang_ext.errors import SglangExtError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
+from sglang_ext.policy_file import PolicyFile
+from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tier_flags import check_tiers, set_cpu_size
 from sglang_ext.warm_up import WarmUp
@@ -43,8 +45,8 @@ def _prepare(policy_path: Path, flags: Sequence[str], warm_up: WarmUp) -> Any:
 
     check_version()
     check_environment()
-    os.environ[active.POLICY_VARIABLE] = str(policy_path.resolve())
-    policy = active.policy()
+    file = PolicyFile(policy_path.resolve())
+    policy = active.hand_over(file.read())
     on_cpu = activate() is not None
     if on_cpu:
         _quiet_warnings()
@@ -114,12 +116,11 @@ def _extend_app(policy: Policy, warm_up: WarmUp) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.http_routes import router
-    from sglang_ext.tenancy.auth import TenantAuth
 
     app.include_router(router)
     app.add_middleware(
         TenantAuth,
-        policy=policy,
+        callers=Callers(policy),
         is_own_key=warm_up.is_own_key,
         on_refused=active.request_metrics().refused,
     )

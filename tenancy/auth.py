@@ -10,8 +10,11 @@ from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tenancy.refusals import refusal_body
 from sglang_ext.tenancy.refused import serve
 from sglang_ext.tenancy.routes import Access, access_of, dialect_of
+from sglang_ext.tenancy.throttle import FailedKeys
+from sglang_ext.tenancy.wishes import no_store, request_tag
+from sglang_ext.types import TenantId
 
-__all__ = ["TenantAuth"]
+__all__ = ["Callers", "TenantAuth"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -19,7 +22,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _NO_KEY = "No API key: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'."
-_BAD_KEY = "This API key is not known to the server."
+_BAD_KEY = "This API key is not known to the server, or its time is over."
+_TOO_MANY = "Too many wrong API keys from this address."
 _NOT_ADMIN = "This route needs the admin key."
 _POLICY_VIOLATION = 1008
 
@@ -27,6 +31,28 @@ _POLICY_VIOLATION = 1008
 class _Refusal(NamedTuple):
     status: int
     message: str
+    retry_after: int = 0
+
+
+class _Table(NamedTuple):
+    keys: KeyRing
+    identities: Mapping[TenantId, Identity]
+    metrics_open: bool
+
+
+class Callers:
+    """Whose key is whose, by the policy in force."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.use(policy)
+
+    def use(self, policy: Policy) -> None:
+        """Let this policy decide from now on, all of it at one moment. O(tenants and keys)."""
+        self._table = _Table(KeyRing(policy), _identities(policy), policy.metrics.public)
+
+    def read(self) -> _Table:
+        """Return what is in force; it never changes afterwards."""
+        return self._table
 
 
 class TenantAuth:
@@ -34,22 +60,23 @@ class TenantAuth:
 
     Pure ASGI rather than a Starlette BaseHTTPMiddleware, which would hide a client's disconnect
     from the engine. ``is_own_key`` recognises the key of the server's own warm-up; ``on_refused``
-    is called with the status of every refusal, for a counter.
+    is called with the status of every refusal, for a counter. Who sends wrong keys too often gets
+    429 for them; a right key always passes.
     """
 
     def __init__(
         self,
         app: App,
-        policy: Policy,
+        callers: Callers,
         is_own_key: Callable[[str], bool],
         on_refused: Callable[[int], None] = lambda status: None,
+        failed_keys: FailedKeys | None = None,
     ) -> None:
         self._app = app
         self._is_own_key = is_own_key
-        self._keys = KeyRing(policy)
-        self._identities = _identities(policy)
-        self._metrics_open = policy.metrics.public
+        self._callers = callers
         self._on_refused = on_refused
+        self._failed_keys = failed_keys or FailedKeys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -70,26 +97,35 @@ class TenantAuth:
 
     def _judge(self, scope: Scope, access: Access) -> Identity | _Refusal:
         """Return whose the request is, or why it may not pass."""
-        if self._is_open(scope, access):
+        table = self._callers.read()
+        if _is_open(scope, access, table):
             return SYSTEM
         key = _api_key(scope["headers"])
-        principal = None if key is None else self._principal(key)
+        if key is None:
+            return _Refusal(401, _NO_KEY)
+        principal = self._principal(key, table.keys)
         if principal is None:
-            return _Refusal(401, _NO_KEY if key is None else _BAD_KEY)
+            return self._wrong_key(scope)
         if access is not Access.TENANT and not principal.is_admin:
             return _Refusal(403, _NOT_ADMIN)
-        identity = SYSTEM if principal.tenant is None else self._identities[principal.tenant]
-        return replace(identity, no_store=True) if _no_store(scope["headers"]) else identity
+        identity = SYSTEM if principal.tenant is None else table.identities[principal.tenant]
+        return _with_wishes(replace(identity, key=principal.fingerprint), scope["headers"])
 
-    def _principal(self, key: str) -> Principal | None:
+    def _principal(self, key: str, keys: KeyRing) -> Principal | None:
         if self._is_own_key(key):
             return Principal(None, True)
-        return self._keys.lookup(key)
+        return keys.lookup(key)
 
-    def _is_open(self, scope: Scope, access: Access) -> bool:
-        if access is Access.OPEN or _is_preflight(scope):
-            return True
-        return access is Access.METRICS and self._metrics_open
+    def _wrong_key(self, scope: Scope) -> _Refusal:
+        host = (scope.get("client") or ("",))[0]
+        wait = self._failed_keys.failed(host)
+        return _Refusal(429, _TOO_MANY, wait) if wait else _Refusal(401, _BAD_KEY)
+
+
+def _is_open(scope: Scope, access: Access, table: _Table) -> bool:
+    if access is Access.OPEN or _is_preflight(scope):
+        return True
+    return access is Access.METRICS and table.metrics_open
 
 
 def _identities(policy: Policy) -> Mapping[str, Identity]:
@@ -104,17 +140,20 @@ def _is_preflight(scope: Scope) -> bool:
     return scope.get("method") == "OPTIONS" and needed <= names
 
 
+def _with_wishes(identity: Identity, headers: list[tuple[bytes, bytes]]) -> Identity | _Refusal:
+    """Return ``identity`` with what its request asks for in headers."""
+    try:
+        tag = request_tag(headers)
+    except ValueError as error:
+        return _Refusal(400, str(error))
+    return replace(identity, no_store=no_store(headers), tag=tag)
+
+
 def _path(scope: Scope) -> str:
     """Return the path that SGLang's router will match."""
     path: str = scope["path"]
     root = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(root + "/") else path
-
-
-def _no_store(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Tell whether the client asked to stay out of the cache, as RFC 9111 spells it."""
-    values = [value for name, value in headers if name.lower() == b"cache-control"]
-    return any(b"no-store" in value.lower() for value in values)
 
 
 def _api_key(headers: list[tuple[bytes, bytes]]) -> str | None:
@@ -139,9 +178,11 @@ async def _refuse(scope: Scope, send: Send, path: str, refusal: _Refusal) -> Non
             {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": refusal.message}
         )
         return
-    body = refusal_body(dialect_of(path), *refusal)
+    body = refusal_body(dialect_of(path), refusal.status, refusal.message)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if refusal.retry_after:
+        headers.append((b"retry-after", b"%d" % refusal.retry_after))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -77,10 +77,10 @@ def _check_unique(items: Iterator[tuple[str, object]], word: str) -> None:
 
 def _keys(policy: Policy) -> Iterator[tuple[str, object]]:
     for index, key in enumerate(policy.admin_keys):
-        yield f"admin_keys[{index}]", key
+        yield f"admin_keys[{index}]", key.digest
     for tenant in policy.tenants.values():
         for index, key in enumerate(tenant.api_keys):
-            yield f"tenants.{tenant.name}.api_keys[{index}]", key
+            yield f"tenants.{tenant.name}.api_keys[{index}]", key.digest
 
 
 def _gpus(policy: Policy) -> Iterator[tuple[str, object]]:

@@ -8,11 +8,13 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.keys import KEY_PREFIX, is_digest
+from sglang_ext.tenancy.policy import ApiKey
 from sglang_ext.tenancy.units import Size, SizeUnit, parse_duration, parse_size
 
 __all__ = [
@@ -20,13 +22,14 @@ __all__ = [
     "MapOf",
     "Reader",
     "Section",
+    "api_keys",
     "byte_size",
     "choice",
     "did_you_mean",
     "duration",
     "flag",
     "join",
-    "key_digests",
+    "moment",
     "name",
     "number",
     "size",
@@ -53,6 +56,7 @@ _TOP = re.compile(r"top ([1-9][0-9]{0,3})")
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]+")
 _KEY_EXPECTED = "expected sha256:<64 hex digits>; run sglang-ext keygen"
+_KEY_FORM = "expected sha256:<64 hex digits>, or {key: sha256:<64 hex digits>, until: <time>}"
 _SHOWN_CHARACTERS = 60
 
 
@@ -162,14 +166,37 @@ def top(value: object, path: str) -> int:
     return int(match[1])
 
 
-def key_digests(value: object, path: str) -> tuple[str, ...]:
-    """Digests of keys. The value is never repeated: it may be a key in clear text."""
+def moment(value: object, path: str) -> datetime:
+    """A time with its zone, as ISO 8601 writes it."""
+    try:
+        read = datetime.fromisoformat(value if isinstance(value, str) else "")
+    except ValueError:
+        read = None
+    if read is None or read.tzinfo is None:
+        raise wrong(path, value, "a time with its zone, such as 2026-12-31T00:00:00Z")
+    return read
+
+
+def api_keys(value: object, path: str) -> tuple[ApiKey, ...]:
+    """Keys by digest. What stands for a digest is never repeated: it may be a key in clear text."""
     if not isinstance(value, list):
         raise PolicyError(path, "expected a list of sha256:<64 hex digits>")
-    for index, item in enumerate(value):
-        if not isinstance(item, str) or not is_digest(item):
-            raise PolicyError(f"{path}[{index}]", _KEY_EXPECTED)
-    return tuple(value)
+    return tuple(_api_key(item, f"{path}[{index}]") for index, item in enumerate(value))
+
+
+def _api_key(value: object, path: str) -> ApiKey:
+    if not isinstance(value, dict):
+        return ApiKey(_digest(value, path))
+    if "key" not in value or not value.keys() <= {"key", "until"}:
+        raise PolicyError(path, _KEY_FORM)
+    until = moment(value["until"], f"{path}.until") if "until" in value else None
+    return ApiKey(_digest(value["key"], f"{path}.key"), until)
+
+
+def _digest(value: object, path: str) -> str:
+    if not isinstance(value, str) or not is_digest(value):
+        raise PolicyError(path, _KEY_EXPECTED)
+    return value
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ engine recognises its own health checks by their id.
 
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_ext.namespace import SYSTEM_OWNER, frame
+from sglang_ext.request_tag import NO_TAG, RequestTag, attach
 from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId
 
 __all__ = [
@@ -61,11 +62,15 @@ class Identity:
     """The tenant a request belongs to and the owner of what it computes.
 
     ``no_store``: the client asked that the request neither reads nor leaves cached pages.
+    ``key``: the fingerprint of the key that was sent, for the audit log. ``tag``: what the client
+    said about the pages that the request leaves.
     """
 
     tenant: TenantId
     owner: Owner
     no_store: bool = False
+    key: str = field(default="", compare=False)
+    tag: RequestTag = NO_TAG
 
     @property
     def id_prefix(self) -> str:
@@ -159,7 +164,7 @@ def _framed(client_key: Any, identity: Identity) -> Any:
     if isinstance(client_key, list):
         return [_framed(item, identity) for item in client_key]
     once = uuid.uuid4().hex if identity.no_store else ""
-    return frame(identity.owner, _text("extra_key", client_key or ""), once)
+    return attach(identity.tag, frame(identity.owner, _text("extra_key", client_key or ""), once))
 
 
 def _scope_session(request: Any, identity: Identity) -> None:

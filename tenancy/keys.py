@@ -4,18 +4,20 @@ import hashlib
 import hmac
 import re
 import secrets
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
-from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tenancy.policy import ApiKey, Policy
 from sglang_ext.types import TenantId
 
-__all__ = ["KEY_PREFIX", "KeyRing", "Principal", "digest", "is_digest", "new_key"]
+__all__ = ["KEY_PREFIX", "KeyRing", "Principal", "digest", "fingerprint", "is_digest", "new_key"]
 
 KEY_PREFIX = "sgx-"
 """Every key that `new_key` makes starts with it, so that a leaked key is easy to find."""
 
 _KEY_BYTES = 32
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_FINGERPRINT = len("sha256:") + 8
 
 
 def new_key() -> str:
@@ -32,6 +34,11 @@ def digest(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def fingerprint(key_digest: str) -> str:
+    """Return the beginning of a digest: enough to tell one key from another in a log."""
+    return key_digest[:_FINGERPRINT]
+
+
 def is_digest(text: str) -> bool:
     """Whether ``text`` has the form that `digest` returns."""
     return _DIGEST.fullmatch(text) is not None
@@ -43,6 +50,16 @@ class Principal:
 
     tenant: TenantId | None
     is_admin: bool
+    fingerprint: str = field(default="", compare=False)
+    """Of the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    digest: str
+    principal: Principal
+    until: float
+    """Unix time."""
 
 
 class KeyRing:
@@ -56,21 +73,30 @@ class KeyRing:
 
     def __init__(self, policy: Policy) -> None:
         self._unknown = policy.unknown_key
-        self._principals = {key: Principal(None, True) for key in policy.admin_keys}
+        self._known = {key.digest: _known(key, None) for key in policy.admin_keys}
         for name, tenant in policy.tenants.items():
-            self._principals.update({key: Principal(name, False) for key in tenant.api_keys})
-        self._digests = {key: key for key in self._principals}
+            self._known.update({key.digest: _known(key, name) for key in tenant.api_keys})
 
-    def lookup(self, key: str) -> Principal | None:
+    def lookup(self, key: str, now: float | None = None) -> Principal | None:
         """The owner of ``key``, or None when the request must be refused.
 
         A key that is not in the policy belongs to the tenant of ``unknown_key``, if there is one.
-        The empty key (a request that carries none) is always refused.
+        A key of the policy whose time is over (``now``: Unix time) belongs to nobody, and so does
+        the empty key (a request that carries none).
         """
         if not key:
             return None
         hashed = digest(key)
-        known = self._digests.get(hashed)
-        if known is not None and hmac.compare_digest(known, hashed):
-            return self._principals[known]
-        return Principal(self._unknown, False) if self._unknown is not None else None
+        known = self._known.get(hashed)
+        if known is not None and hmac.compare_digest(known.digest, hashed):
+            moment = time.time() if now is None else now
+            return known.principal if moment < known.until else None
+        if self._unknown is None:
+            return None
+        return Principal(self._unknown, False, fingerprint(hashed))
+
+
+def _known(key: ApiKey, tenant: TenantId | None) -> _Known:
+    principal = Principal(tenant, tenant is None, fingerprint(key.digest))
+    until = float("inf") if key.until is None else key.until.timestamp()
+    return _Known(key.digest, principal, until)

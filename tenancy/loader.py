@@ -21,9 +21,11 @@ from sglang_ext.tenancy.supported import refuse_unsupported
 from sglang_ext.tenancy.yaml_text import read_yaml
 from sglang_ext.types import SYSTEM_TENANT, TenantId
 
-__all__ = ["load_policy", "parse_policy"]
+__all__ = ["MAX_BYTES", "build_policy", "load_policy", "parse_policy", "policy_text"]
 
-_MAX_FILE_BYTES = 4 * 2**20
+MAX_BYTES = 4 * 2**20
+"""Of a policy file."""
+
 _REJECT = "reject"
 
 
@@ -31,13 +33,18 @@ def load_policy(path: Path) -> Policy:
     """Read and check a policy file. Raises PolicyError, also when the file cannot be read."""
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise PolicyError("", f"cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise PolicyError("", f"too large, expected at most {_MAX_FILE_BYTES} bytes")
+    return parse_policy(policy_text(data))
+
+
+def policy_text(data: bytes) -> str:
+    """Return the text of a policy file. Raises PolicyError where it is too large or not UTF-8."""
+    if len(data) > MAX_BYTES:
+        raise PolicyError("", f"too large, expected at most {MAX_BYTES} bytes")
     try:
-        return parse_policy(data.decode("utf-8"))
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PolicyError("", f"not UTF-8 text (byte {error.start})") from None
 
@@ -47,12 +54,16 @@ def parse_policy(text: str, *, check_supported: bool = True) -> Policy:
 
     ``check_supported=False`` also accepts the fields whose feature is not built yet.
     """
-    data = read_yaml(text)
-    if data is None:
+    return build_policy(read_yaml(text), check_supported=check_supported)
+
+
+def build_policy(document: Any, *, check_supported: bool = True) -> Policy:
+    """Check a policy that was read already, as plain data; see `parse_policy`."""
+    if document is None:
         raise PolicyError("", "the file is empty, expected at least: version: 1")
     if check_supported:
-        refuse_unsupported(data)
-    policy = _policy(POLICY_FILE(data, ""))
+        refuse_unsupported(document)
+    policy = replace(_policy(POLICY_FILE(document, "")), document=document)
     check_policy(policy)
     return policy
 

@@ -5,15 +5,18 @@ Nothing here reads a file; `sglang_ext.tenancy.loader` builds these from YAML.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from sglang_ext.tenancy.units import Size, SizeUnit
 from sglang_ext.types import Owner, TenantId
 
 __all__ = [
     "SLA_WEIGHTS",
+    "ApiKey",
     "CpuTier",
     "EnginePolicy",
     "HbmTier",
@@ -191,13 +194,22 @@ class Ttl:
     since: TtlSince = TtlSince.LAST_USE
 
 
+@dataclass(frozen=True)
+class ApiKey:
+    """A key that is good until ``until``, or for ever. Only its digest is known."""
+
+    digest: str = field(repr=False)
+    """``sha256:<hex>``."""
+    until: datetime | None = None
+    """With its time zone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TenantPolicy:
     """All that holds for one tenant, with the file's defaults already merged in."""
 
     name: TenantId
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Digests (``sha256:<hex>``), never the keys themselves."""
+    api_keys: tuple[ApiKey, ...] = ()
     isolation: Isolation = Isolation.PRIVATE
     group: str | None = None
     """The sharing group; set exactly when ``isolation`` is shared."""
@@ -236,9 +248,11 @@ class Policy:
     """By name, read-only. Always holds the built-in tenant ``system``, which has no keys."""
     engine: EnginePolicy = EnginePolicy()
     tiers: TiersPolicy = TiersPolicy()
-    admin_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Digests of the keys that may use the admin routes."""
+    admin_keys: tuple[ApiKey, ...] = ()
+    """The keys that may use the admin routes."""
     public_prefixes: tuple[PublicPrefix, ...] = ()
     unknown_key: TenantId | None = None
     """The tenant of a key that is not in the file; None: such a request is refused."""
     metrics: MetricsPolicy = MetricsPolicy()
+    document: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The file as plain data, as it was given: see ``tenancy.document``."""

@@ -6,12 +6,22 @@ from sglang_ext.tenancy.routes import Dialect
 
 __all__ = ["refusal_body"]
 
-_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error"}
-_OPENAI_CODES = {401: "invalid_api_key", 403: "insufficient_permissions"}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+_OPENAI_CODES = {
+    400: "invalid_header",
+    401: "invalid_api_key",
+    403: "insufficient_permissions",
+    429: "rate_limit_exceeded",
+}
 
 
 def refusal_body(dialect: Dialect, status: int, message: str) -> bytes:
-    """Return the JSON body of a refusal with HTTP ``status`` 401 or 403."""
+    """Return the JSON body of a refusal with HTTP ``status`` 400, 401, 403 or 429."""
     return json.dumps(_document(dialect, status, message)).encode()
 
 

@@ -12,11 +12,11 @@ from sglang_ext.tenancy.fields import (
     MapOf,
     Reader,
     Section,
+    api_keys,
     byte_size,
     choice,
     duration,
     flag,
-    key_digests,
     name,
     number,
     size,
@@ -102,7 +102,7 @@ _DEFAULTS: dict[str, Reader[Any]] = {
 
 _TENANT: dict[str, Reader[Any]] = {
     **_DEFAULTS,
-    "api_keys": key_digests,
+    "api_keys": api_keys,
     "group": name,
     "gpus": ListOf(whole(0, 1023)),
     "engine": _ENGINE,
@@ -114,7 +114,7 @@ POLICY_FILE: Section[dict[str, Any]] = Section(
         "version": _version,
         "engine": _ENGINE,
         "tiers": _TIERS,
-        "admin_keys": key_digests,
+        "admin_keys": api_keys,
         "public_prefixes": ListOf(
             Section(PublicPrefix, {"name": name, "system": text}, required=("name", "system"))
         ),

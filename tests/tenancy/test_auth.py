@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.tenancy.auth import TenantAuth
+from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
 from sglang_ext.tenancy.keys import digest
 from sglang_ext.tenancy.loader import parse_policy
@@ -45,8 +45,8 @@ class _Inner:
 
 
 def _auth(inner: Any, extra: str = "", refused: Any = lambda status: None) -> TenantAuth:
-    policy = parse_policy(_POLICY + extra)
-    return TenantAuth(inner, policy, lambda key: key == "key-warm-up", refused)
+    callers = Callers(parse_policy(_POLICY + extra))
+    return TenantAuth(inner, callers, lambda key: key == "key-warm-up", refused)
 
 
 async def _send(auth: Any, method: str, path: str, headers: Any) -> httpx.Response:
@@ -298,3 +298,56 @@ def test_concurrent_requests_keep_their_own() -> None:
         )
 
     assert [answer.text for answer in asyncio.run(scenario())] == ["a", "b", "system"] * 10
+
+
+def test_wrong_keys_are_limited_by_address_and_right_ones_never() -> None:
+    async def scenario() -> tuple[list[int], httpx.Response, httpx.Response]:
+        auth = _auth(_Inner())
+        wrong = [await _send(auth, "POST", "/generate", {"x-api-key": "no"}) for _ in range(21)]
+        right = await _send(auth, "POST", "/generate", _BEARER)
+        return [answer.status_code for answer in wrong], wrong[-1], right
+
+    statuses, last, right = asyncio.run(scenario())
+    assert statuses == [401] * 20 + [429]
+    assert 1 <= int(last.headers["retry-after"]) <= 3
+    assert right.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/completions", "/api/chat", "/generate"])
+def test_every_dialect_can_say_429(path: str) -> None:
+    async def last() -> httpx.Response:
+        auth = _auth(_Inner())
+        for _ in range(20):
+            await _send(auth, "POST", path, {"x-api-key": "no"})
+        return await _send(auth, "POST", path, {"x-api-key": "no"})
+
+    answer = asyncio.run(last())
+    assert answer.status_code == 429
+    assert "Too many wrong" in answer.text
+
+
+def test_a_key_is_good_until_its_time() -> None:
+    late, soon = digest("late"), digest("soon")
+    keys = f"[{{key: '{late}', until: 2001-01-01T00:00:00Z}}, '{soon}']"
+    extra = f"  c: {{api_keys: {keys}}}\n"
+    assert _ask("/generate", {"x-api-key": "late"}, extra=extra).status_code == 401
+    assert _identity("/generate", {"x-api-key": "soon"}, extra=extra).tenant == "c"
+
+
+def test_another_policy_decides_from_its_moment_on() -> None:
+    async def scenario() -> list[int]:
+        callers = Callers(parse_policy(_POLICY))
+        auth = TenantAuth(_Inner(), callers, lambda key: False)
+        before = await _send(auth, "POST", "/generate", _BEARER)
+        callers.use(
+            parse_policy(f"version: 1\ntenants: {{z: {{api_keys: ['{digest('key-z')}']}}}}")
+        )
+        after = await _send(auth, "POST", "/generate", _BEARER)
+        new = await _send(auth, "POST", "/generate", {"x-api-key": "key-z"})
+        return [answer.status_code for answer in (before, after, new)]
+
+    assert asyncio.run(scenario()) == [200, 401, 200]
+
+
+def test_the_key_that_was_sent_can_be_told_by_its_fingerprint() -> None:
+    assert _identity("/flush_cache", {"x-api-key": "key-admin"}).key == digest("key-admin")[:15]

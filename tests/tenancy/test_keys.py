@@ -2,12 +2,20 @@
 
 import hashlib
 import re
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.tenancy.keys import KeyRing, Principal, digest, is_digest, new_key
+from sglang_ext.tenancy.keys import (
+    KeyRing,
+    Principal,
+    digest,
+    fingerprint,
+    is_digest,
+    new_key,
+)
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.types import TenantId
 
@@ -82,3 +90,22 @@ def test_no_key_leads_to_the_built_in_tenant() -> None:
 
 def test_repr_shows_no_key_and_no_digest() -> None:
     assert "sha256" not in repr(make_ring())
+
+
+@pytest.mark.parametrize(("now", "known"), [(-1.0, True), (0.0, False), (1.0, False)])
+def test_a_key_ends_at_its_time(now: float, known: bool) -> None:
+    text = "2030-01-01T01:00:00+01:00"
+    until = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
+    policy = parse_policy(
+        "version: 1\nunknown_key: free\ntenants:\n  free: {}\n"
+        f"  acme: {{api_keys: [{{key: '{digest('old')}', until: {text}}}, '{digest('new')}']}}"
+    )
+    ring = KeyRing(policy)
+    assert (ring.lookup("old", until + now) is not None) is known
+    assert ring.lookup("new", until + now) == Principal(TenantId("acme"), False)
+
+
+def test_a_fingerprint_tells_keys_apart_and_is_none() -> None:
+    principal = make_ring().lookup("old")
+    assert principal is not None
+    assert principal.fingerprint == fingerprint(digest("old")) == digest("old")[:15]

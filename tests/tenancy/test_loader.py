@@ -1,6 +1,7 @@
 """From text to a policy: defaults, merging, and what a person reads after a mistake."""
 
 import copy
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.loader import load_policy, parse_policy
 from sglang_ext.tenancy.policy import (
+    ApiKey,
     EnginePolicy,
     HbmTier,
     Isolation,
@@ -247,6 +249,31 @@ def test_key_in_clear_text_is_refused_and_not_repeated(key: str) -> None:
     text = message(f"tenants: {{acme: {{api_keys: ['{DIGEST_A}', {key}]}}}}")
     assert text == f"tenants.acme.api_keys[1]: {KEY_PROBLEM}"
     assert message(f"admin_keys: [{key}]") == f"admin_keys[0]: {KEY_PROBLEM}"
+
+
+@pytest.mark.parametrize(
+    ("item", "path", "expected"),
+    [
+        ("{}", "", "expected sha256:<64 hex digits>, or {key: "),
+        ("{until: 2030-01-01T00:00:00Z}", "", "expected sha256:<64 hex digits>, or {key: "),
+        ("{key: sgx-my_secret, my_secret: 1}", "", "expected sha256:<64 hex digits>, or {key: "),
+        ("{key: sgx-my_secret}", ".key", KEY_PROBLEM),
+        (f"{{key: '{DIGEST_A}', until: 2030-01-01}}", ".until", "found '2030-01-01', expected a"),
+        (f"{{key: '{DIGEST_A}', until: 5}}", ".until", "found 5, expected a time with its zone"),
+    ],
+)
+def test_a_wrong_key_with_a_time(item: str, path: str, expected: str) -> None:
+    text = message(f"tenants: {{acme: {{api_keys: [{item}]}}}}")
+    assert text.startswith(f"tenants.acme.api_keys[0]{path}: {expected}")
+    assert "my_secret" not in text
+
+
+def test_a_key_may_have_an_end() -> None:
+    keys = f"['{DIGEST_A}', {{key: '{DIGEST_B}', until: 2030-06-01T02:00:00+02:00}}]"
+    until = datetime(2030, 6, 1, tzinfo=UTC)
+    expected = (ApiKey(DIGEST_A), ApiKey(DIGEST_B, until))
+    assert tenant(parse(f"tenants: {{acme: {{api_keys: {keys}}}}}"), "acme").api_keys == expected
+    assert parse(f"admin_keys: {keys}").admin_keys == expected
 
 
 @pytest.mark.parametrize(

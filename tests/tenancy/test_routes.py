@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from sglang_ext.tenancy import auth, routes
-from sglang_ext.tenancy.auth import TenantAuth
+from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.tenancy.routes import Access, Dialect, access_of, dialect_of
 
@@ -217,7 +217,7 @@ def test_what_passes_as_a_preflight_reaches_no_route() -> None:
 
     guarded = TenantAuth(
         CORSMiddleware(inner, **options[0]),
-        parse_policy("version: 1\ntenants: {a: {}}"),
+        Callers(parse_policy("version: 1\ntenants: {a: {}}")),
         lambda key: False,
     )
     sent: list[Any] = []
