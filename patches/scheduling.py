@@ -47,6 +47,10 @@ class SchedulerObserver(Protocol):
 
     def admitted(self, tenant: TenantId, seconds: float) -> None: ...
 
+    def computes(
+        self, tenant: TenantId, namespace: str, prompt: Sequence[int], cached: int, page_size: int
+    ) -> None: ...
+
     def skipped(self, tenant: TenantId, reason: str) -> None: ...
 
     def refused(self, tenant: TenantId, reason: str) -> None: ...
@@ -115,6 +119,9 @@ class TenantScheduling:
     def admitted(self, req: Any) -> None:
         """Note that ``req`` is in the next batch; its wait counts once, however often it is."""
         ticket = self.ticket(req)
+        if self.metrics is not None:
+            text = req.extra_key, req.origin_input_ids, int(req.prefix_len), self.cache.page_size
+            self.metrics.computes(ticket.tenant, *text)
         if ticket.admitted:
             return
         ticket.admitted = True

@@ -8,8 +8,9 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import Context
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from sglang_ext.namespace import parse
 from sglang_ext.patches.hooks import Hook
 from sglang_ext.tenancy.identity import (
     Identity,
@@ -20,10 +21,20 @@ from sglang_ext.tenancy.identity import (
 )
 from sglang_ext.types import TenantId
 
-__all__ = ["RequestObserver", "identity_hooks"]
+__all__ = ["RequestFacts", "RequestObserver", "identity_hooks"]
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _IO = "sglang.srt.managers.io_struct"
+
+
+class RequestFacts(NamedTuple):
+    """What SGLang's collector of metrics is not told about a request.
+
+    ``may_hit``: it may read the cache. ``first_token``: seconds from arrival, None before it.
+    """
+
+    may_hit: bool = True
+    first_token: float | None = None
 
 
 class RequestObserver(Protocol):
@@ -85,7 +96,16 @@ def _collect_metrics(
 ) -> None:
     """Label the request with its tenant, whatever labels the client sent."""
     state.obj.custom_labels = {"tenant": tenant_of_id(recv_obj.rids[i])}
+    if state.finished:
+        state.obj.custom_labels["facts"] = _facts(state)
     original(manager, state, recv_obj, i)
+
+
+def _facts(state: Any) -> RequestFacts:
+    stats = state.time_stats
+    once = parse(getattr(state.obj, "extra_key", None)).once
+    seconds = stats.get_first_token_latency() if stats.first_token_time > 0 else None
+    return RequestFacts(not once, seconds)
 
 
 def _abort_request(

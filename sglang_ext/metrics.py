@@ -1,53 +1,152 @@
-"""Every ``sglang_ext_*`` metric. Base units; labels with a bounded number of values.
+"""Records requests and holdings by tenant, with labels that have a bounded number of values.
 
-prometheus_client decides at import whether it works over several processes, so it is imported only
-after SGLang has set the folder for that: in the constructors.
+The metrics themselves are defined in ``observe.catalog``. prometheus_client decides at import
+whether it works over several processes, so a metric is made at its first use.
 """
 
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from sglang_ext.observe.catalog import make
 from sglang_ext.types import Owner, TenantId, Tier
 
-__all__ = ["OTHER", "HeldMetrics", "RequestMetrics", "TenantLabels"]
+__all__ = [
+    "OTHER",
+    "FinishedObserver",
+    "FinishedRequest",
+    "HeldMetrics",
+    "RequestMetrics",
+    "TenantLabels",
+    "by_tier",
+]
 
 OTHER = "other"
 """Label of the tenants beyond the policy's ``metrics.tenants``."""
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 8, 15, 30, 60, 120)
+COMPUTED = "computed"
+"""Where the KV of a prompt token came from when from no tier."""
+
+_FIRST_TRY = 64
 _SOURCES = {"device": Tier.HBM, "host": Tier.CPU, "storage": Tier.NVME}
+_HISTOGRAMS = ("time_to_first_token_seconds", "request_duration_seconds")
+_OUTCOMES = ("ok", "aborted", "rejected", "cancelled", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """What one request used, in tokens, and how long it took, in seconds.
+
+    ``cached`` is by tier; it and ``computed`` add up to the prompt. ``may_hit``: it was allowed to
+    read the cache. ``first_token`` is None where no token came.
+    """
+
+    tenant: str
+    prompt: int
+    output: int
+    cached: Mapping[str, int]
+    seconds: float
+    may_hit: bool = True
+    first_token: float | None = None
+
+    @property
+    def hits(self) -> int:
+        """Prompt tokens that came from a tier."""
+        return sum(self.cached.values())
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that came from no tier."""
+        return self.prompt - self.hits
+
+    def eligible(self, page_size: int) -> int:
+        """Return the prompt tokens that could have come from the cache, at least ``hits``."""
+        most = page_size * ((self.prompt - 1) // page_size) if self.may_hit else 0
+        return max(most, self.hits)
+
+
+class FinishedObserver(Protocol):
+    """Takes in every finished request; see ``observe.usage`` and ``observe.slow``."""
+
+    def finished(self, request: FinishedRequest) -> None: ...
+
+
+def by_tier(cached_tokens: int, sources: Mapping[str, int]) -> dict[str, int]:
+    """Return cached tokens by tier from what SGLang says by source (device, host, storage).
+
+    The sum is ``cached_tokens``, which is what the client was told: a token that no source claims
+    came from HBM, and none counts twice.
+    """
+    left = cached_tokens
+    tiers: dict[str, int] = {}
+    for source in ("storage", "host"):
+        tokens = min(max(sources.get(source) or 0, 0), left)
+        left -= tokens
+        if tokens:
+            tiers[_SOURCES[source].value] = tokens
+    return {Tier.HBM.value: left, **tiers} if left or not tiers else tiers
 
 
 class TenantLabels:
-    """Gives a label of its own to the first ``limit`` tenants, ``other`` to the rest.
+    """Gives a label of its own to the ``limit`` largest tenants, ``other`` to the rest.
 
-    A tenant keeps its label for the life of the process, so that every series only grows.
+    The first that come get a label at once. One without a label that has grown to twice the size
+    of the least with one takes over from it, until ``2 * limit`` labels have been given in all: no
+    more series than that ever exist, and each only grows. Thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._named: set[str] = set()
+        self._given: set[str] = set()
+        self._size: Counter[str] = Counter()
+        self._next_try: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def of(self, name: str) -> str:
-        """Return the label of a tenant or owner, in O(1)."""
-        if name in self._named:
-            return name
+    def of(self, name: str, weight: float = 1) -> str:
+        """Return the label of a tenant or owner that has grown by ``weight``. Amortised O(1)."""
         with self._lock:
-            if len(self._named) >= self._limit:
-                return OTHER
-            self._named.add(name)
-        return name
+            self._size[name] += weight  # type: ignore[assignment]
+            if name in self._named or self._may_take(name):
+                return name
+        return OTHER
+
+    def _may_take(self, name: str) -> bool:
+        if len(self._named) < self._limit:
+            self._give(name)
+            return True
+        size = self._size[name]
+        room = name in self._given or len(self._given) < 2 * self._limit
+        if not room or size < self._next_try.get(name, _FIRST_TRY):
+            return False
+        least = min(self._named, key=self._size.__getitem__)
+        if size < 2 * self._size[least]:
+            self._next_try[name] = 2 * size
+            return False
+        self._named.remove(least)
+        self._give(name)
+        return True
+
+    def _give(self, name: str) -> None:
+        self._named.add(name)
+        self._given.add(name)
 
 
 class RequestMetrics:
     """Counts requests, tokens and latencies by tenant, in the process that serves HTTP."""
 
-    def __init__(self, tenant_limit: int) -> None:
+    def __init__(self, tenant_limit: int, tenants: Sequence[str] = ()) -> None:
+        """``tenants`` have their series from the first request on, whosever it is."""
+        self.page_size = 1
+        """Tokens a page; set once the engine's flags are known."""
+        self.observers: list[FinishedObserver] = []
         self._labels = TenantLabels(tenant_limit)
+        self._tenants = tenants[:tenant_limit]
+        self._made: dict[str, Any] = {}
+        self._begun = False
 
     @contextmanager
     def request(self, tenant: TenantId) -> Iterator[Callable[[Any], None]]:
@@ -56,6 +155,7 @@ class RequestMetrics:
         Its outcome is ``ok``, ``aborted`` (the engine ended it), ``rejected`` (ValueError),
         ``cancelled`` (the client left) or ``failed``.
         """
+        self._begin()
         outcome = "cancelled"
 
         def observe(output: Any) -> None:
@@ -72,58 +172,48 @@ class RequestMetrics:
             outcome = "failed"
             raise
         finally:
-            self._requests.labels(self._labels.of(tenant), outcome).inc()
+            self._metric("requests_total").labels(self._labels.of(tenant), outcome).inc()
 
     def refused(self, status: int) -> None:
         """Count a request that carried no valid key for its route."""
-        self._refusals.labels(str(status)).inc()
+        self._metric("refused_requests_total").labels(str(status)).inc()
 
     def first_token(self, tenant: str, seconds: float) -> None:
         """Record the time from arrival to the first token."""
-        self._ttft.labels(self._labels.of(tenant)).observe(seconds)
+        metric = self._metric("time_to_first_token_seconds")
+        metric.labels(self._labels.of(tenant, 0)).observe(seconds)
 
-    def finished(
-        self,
-        tenant: str,
-        *,
-        prompt_tokens: int,
-        generation_tokens: int,
-        cached: Mapping[str, int],
-        seconds: float,
-    ) -> None:
-        """Record a finished request; ``cached`` is by SGLang's source (device, host, storage)."""
-        label = self._labels.of(tenant)
-        for source, tokens in cached.items():
-            self._prompt.labels(label, _SOURCES.get(source, source)).inc(tokens)
-        computed = max(prompt_tokens - sum(cached.values()), 0)
-        self._prompt.labels(label, "computed").inc(computed)
-        self._generated.labels(label).inc(generation_tokens)
-        self._duration.labels(label).observe(seconds)
+    def finished(self, request: FinishedRequest) -> None:
+        """Record a finished request, here and with every observer."""
+        label = self._labels.of(request.tenant, 0)
+        prompt = self._metric("prompt_tokens_total")
+        for tier, tokens in request.cached.items():
+            prompt.labels(label, tier).inc(tokens)
+        prompt.labels(label, COMPUTED).inc(request.computed)
+        self._metric("eligible_tokens_total").labels(label).inc(request.eligible(self.page_size))
+        self._metric("generated_tokens_total").labels(label).inc(request.output)
+        self._metric("request_duration_seconds").labels(label).observe(request.seconds)
+        for observer in self.observers:
+            observer.finished(request)
 
-    @functools.cached_property
-    def _requests(self) -> Any:
-        return _counter("requests", "Requests by outcome.", "tenant", "outcome")
+    def _metric(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = make(name)
+        return self._made[name]
 
-    @functools.cached_property
-    def _refusals(self) -> Any:
-        return _counter("refused_requests", "Requests without a valid key.", "status")
-
-    @functools.cached_property
-    def _prompt(self) -> Any:
-        text = "Prompt tokens by where their KV came from: computed, hbm, cpu or nvme."
-        return _counter("prompt_tokens", text, "tenant", "source")
-
-    @functools.cached_property
-    def _generated(self) -> Any:
-        return _counter("generated_tokens", "Tokens generated.", "tenant")
-
-    @functools.cached_property
-    def _ttft(self) -> Any:
-        return _histogram("time_to_first_token_seconds", "Arrival to first token.")
-
-    @functools.cached_property
-    def _duration(self) -> Any:
-        return _histogram("request_duration_seconds", "Arrival to last token.")
+    def _begin(self) -> None:
+        """Give the known tenants their series at 0: Prometheus sees no first increment of a series
+        that begins with it."""
+        begun, self._begun = self._begun, True
+        if begun:
+            return
+        for label in map(self._labels.of, self._tenants):
+            for outcome in _OUTCOMES:
+                self._metric("requests_total").labels(label, outcome)
+            for source in (Tier.HBM, Tier.CPU, Tier.NVME, COMPUTED):
+                self._metric("prompt_tokens_total").labels(label, str(source))
+            for name in ("eligible_tokens_total", "generated_tokens_total", *_HISTOGRAMS):
+                self._metric(name).labels(label)
 
 
 class HeldMetrics:
@@ -133,22 +223,15 @@ class HeldMetrics:
     """
 
     def __init__(self, owner_limit: int) -> None:
-        from prometheus_client import Gauge
-
         self._labels = TenantLabels(owner_limit)
         self._published: set[tuple[str, str]] = set()
-        self._gauge = Gauge(
-            "sglang_ext_held_tokens",
-            "Tokens held by owner and tier.",
-            labelnames=("owner", "tier"),
-            multiprocess_mode="livesum",
-        )
+        self._gauge = make("held_tokens")
 
     def publish(self, held: Mapping[tuple[Owner, Tier], int]) -> None:
         """Set the gauges to ``held``; owners without a label of their own are summed."""
         sums = dict.fromkeys(self._published, 0)
         for (owner, tier), tokens in held.items():
-            key = (self._labels.of(owner or "public"), tier.value)
+            key = (self._labels.of(owner or "public", tokens), tier.value)
             sums[key] = sums.get(key, 0) + tokens
         self._published |= sums.keys()
         for (label, tier_label), tokens in sums.items():
@@ -164,15 +247,3 @@ def _outcome(output: Any) -> str | None:
         return "ok" if all("embedding" in part for part in parts) else None
     aborted = any(isinstance(reason, dict) and reason["type"] == "abort" for reason in reasons)
     return "aborted" if aborted else "ok"
-
-
-def _counter(name: str, text: str, *labels: str) -> Any:
-    from prometheus_client import Counter
-
-    return Counter(f"sglang_ext_{name}_total", text, labelnames=labels)
-
-
-def _histogram(name: str, text: str) -> Any:
-    from prometheus_client import Histogram
-
-    return Histogram(f"sglang_ext_{name}", text, labelnames=("tenant",), buckets=_SECONDS)

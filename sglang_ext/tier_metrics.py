@@ -5,6 +5,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from sglang_ext.metrics import TenantLabels
+from sglang_ext.observe.catalog import make
 from sglang_ext.types import Owner, Tier
 
 __all__ = ["TierMetrics", "on_disk"]
@@ -26,25 +27,15 @@ class TierMetrics:
     """
 
     def __init__(self, owner_limit: int) -> None:
-        from prometheus_client import Counter as Total
-
         self._labels = TenantLabels(owner_limit)
-        self._evicted = Total(
-            "sglang_ext_evicted_tokens_total",
-            "Tokens that left a tier: by quota, pressure, ttl or flush.",
-            labelnames=("owner", "tier", "reason"),
-        )
-        self._events = Total(
-            "sglang_ext_store_events_total",
-            "What happened in the NVMe tier: hit, miss, stored, evicted and each reason of loss.",
-            labelnames=("event",),
-        )
+        self._evicted = make("evicted_tokens_total")
+        self._events = make("store_events_total")
         self._seen: Counter[Hashable] = Counter()
 
     def publish(self, cache: Any) -> None:
         """Add what happened since the last time. O(owners)."""
         for eviction, tokens in self._news(cache.evictions):
-            owner = self._labels.of(eviction.owner or "public")
+            owner = self._labels.of(eviction.owner or "public", tokens)
             self._evicted.labels(owner, eviction.tier.value, eviction.reason.value).inc(tokens)
         for event, count in self._news({} if cache.store is None else cache.store.counters()):
             self._events.labels(event).inc(count)

@@ -9,8 +9,12 @@ from typing import Any
 from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 
 from sglang_ext.active import request_metrics
+from sglang_ext.metrics import FinishedRequest, by_tier
+from sglang_ext.patches.tokenizer_manager import RequestFacts
 
 __all__ = ["TenantTokenizerMetrics"]
+
+_OURS = {"tenant", "facts"}
 
 
 class TenantTokenizerMetrics(TokenizerMetricsCollector):
@@ -43,12 +47,17 @@ class TenantTokenizerMetrics(TokenizerMetricsCollector):
     ) -> None:
         """Record one finished request."""
         tenant, others = _split(labels)
+        facts = labels.get("facts") or RequestFacts()
         request_metrics().finished(
-            tenant,
-            prompt_tokens=prompt_tokens,
-            generation_tokens=generation_tokens,
-            cached=_by_source(cached_tokens, cached_tokens_details),
-            seconds=e2e_latency,
+            FinishedRequest(
+                tenant=tenant,
+                prompt=prompt_tokens,
+                output=generation_tokens,
+                cached=by_tier(cached_tokens, cached_tokens_details or {}),
+                seconds=e2e_latency,
+                may_hit=facts.may_hit,
+                first_token=facts.first_token,
+            )
         )
         super().observe_one_finished_request(
             others,
@@ -62,17 +71,7 @@ class TenantTokenizerMetrics(TokenizerMetricsCollector):
         )
 
 
-def _split(labels: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the tenant and the labels without it."""
-    rest = {name: value for name, value in labels.items() if name != "tenant"}
+def _split(labels: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return the tenant, and the labels without what only we put there."""
+    rest = {name: value for name, value in labels.items() if name not in _OURS}
     return labels["tenant"], rest
-
-
-def _by_source(cached_tokens: int, details: dict[str, Any] | None) -> dict[str, int]:
-    """Return cached tokens by source; without a lower tier they all came from the device."""
-    sources = {
-        name: details[name]
-        for name in ("device", "host", "storage")
-        if details and details.get(name)
-    }
-    return sources or {"device": cached_tokens}

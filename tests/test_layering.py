@@ -9,7 +9,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _PARTS = ("radix", "tiering", "tenancy", "patches")
-_VOCABULARY = {"types", "errors", "folders", "namespace"}
+_VOCABULARY = {"types", "errors", "folders", "namespace", "request_tag"}
 # What a part may import besides itself and the vocabulary.
 _ALLOWED = {"radix": (), "tiering": (), "tenancy": (), "patches": ("tenancy",)}
 _TOP = {"plugin", "launch_server", "cli"}
@@ -63,7 +63,8 @@ class _File(NamedTuple):
 
 
 def _files() -> list[_File]:
-    found = [path for part in ("sglang_ext", *_PARTS) for path in (_ROOT / part).glob("*.py")]
+    folders = ("sglang_ext", "sglang_ext/observe", *_PARTS)
+    found = [path for folder in folders for path in (_ROOT / folder).glob("*.py")]
     return [_File(str(path.relative_to(_ROOT)), path.read_text("utf-8")) for path in sorted(found)]
 
 

@@ -15,6 +15,8 @@ from sglang_ext.patches.versions import SGLANG_VERSION
 
 _ROOT = Path(__file__).parents[1]
 _PARTS = ("radix", "tiering", "tenancy", "patches")
+_INNER = ("observe", "dashboards")
+_WITH_DATA = {f"sglang_ext/{name}" for name in _INNER}
 _BUILT_FROM = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
@@ -62,11 +64,12 @@ def test_every_file_is_in_it_once(names: list[str]) -> None:
     """A data file that no rule of pyproject.toml names would be missing after an install."""
     folders = {"sglang_ext": _ROOT / "sglang_ext"}
     folders |= {f"sglang_ext/{part}": _ROOT / part for part in _PARTS}
+    folders |= {f"sglang_ext/{name}": _ROOT / "sglang_ext" / name for name in _INNER}
     expected = {
-        f"{package}/{path.name}"
+        f"{package}/{path.relative_to(folder)}"
         for package, folder in folders.items()
-        for path in folder.iterdir()
-        if path.is_file()
+        for path in (folder.rglob("*") if package in _WITH_DATA else folder.iterdir())
+        if path.is_file() and path.suffix != ".pyc"
     }
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert "sglang_ext/py.typed" in expected

@@ -52,7 +52,9 @@ class Desk:
         def note(tenant: TenantId, reason: str) -> None:
             self.observed.append((reason, tenant))
 
-        return SimpleNamespace(admitted=lambda *_: None, skipped=note, refused=note)
+        def nothing(*_: Any) -> None: ...
+
+        return SimpleNamespace(admitted=nothing, computes=nothing, skipped=note, refused=note)
 
     def request(self, tenant: str, prompt: int, output: int, start: int = 0) -> Any:
         """Return a request whose prompt no other shares, unless ``start`` is given."""

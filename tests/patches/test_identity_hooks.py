@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.namespace import frame, parse
 from sglang_ext.patches.scheduler import namespace_hooks
-from sglang_ext.patches.tokenizer_manager import identity_hooks
+from sglang_ext.patches.tokenizer_manager import RequestFacts, identity_hooks
 from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.types import Owner, TenantId
@@ -122,7 +122,8 @@ def test_sessions_are_opened_and_closed_under_the_tenants_name() -> None:
 
 
 def test_metrics_are_labelled_by_the_id_alone() -> None:
-    state = SimpleNamespace(obj=SimpleNamespace(custom_labels={"tenant": "b", "x": "y"}))
+    client = SimpleNamespace(custom_labels={"tenant": "b", "x": "y"})
+    state = SimpleNamespace(obj=client, finished=False)
     seen: list[Any] = []
     received = SimpleNamespace(rids=["b/1", "a/2", "3"])
     for index in range(3):
@@ -134,6 +135,18 @@ def test_metrics_are_labelled_by_the_id_alone() -> None:
             index,
         )
     assert seen == [{"tenant": "b"}, {"tenant": "a"}, {"tenant": "system"}]
+
+
+@pytest.mark.parametrize("once", ["", "x"])
+@pytest.mark.parametrize("first_token", [0.0, 5.0])
+def test_a_finished_request_says_what_only_we_know(once: str, first_token: float) -> None:
+    stats = SimpleNamespace(first_token_time=first_token, get_first_token_latency=lambda: 2.0)
+    key = frame(Owner("t:a"), "", once)
+    client = SimpleNamespace(custom_labels=None, extra_key=key)
+    state = SimpleNamespace(obj=client, finished=True, time_stats=stats)
+    _hook("collect_metrics")(lambda *_: None, None, state, SimpleNamespace(rids=["a/1"]), 0)
+    facts = RequestFacts(may_hit=not once, first_token=2.0 if first_token else None)
+    assert client.custom_labels == {"tenant": "a", "facts": facts}
 
 
 class _Manager:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
@@ -13,8 +14,14 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 
-from sglang_ext import tokenizer_metrics
-from sglang_ext.metrics import OTHER, HeldMetrics, RequestMetrics, TenantLabels
+from sglang_ext.metrics import (
+    OTHER,
+    FinishedRequest,
+    HeldMetrics,
+    RequestMetrics,
+    TenantLabels,
+    by_tier,
+)
 from sglang_ext.tokenizer_metrics import TenantTokenizerMetrics
 from sglang_ext.types import PUBLIC, Owner, TenantId, Tier
 
@@ -42,13 +49,30 @@ def _outcomes(registry: CollectorRegistry) -> dict[str, float]:
     return {sample.labels["outcome"]: sample.value for sample in named}
 
 
-@given(st.lists(st.sampled_from("abcdef"), max_size=20), st.integers(0, 4))
-def test_labels_are_bounded_and_never_change(names: list[str], limit: int) -> None:
+@given(st.lists(st.sampled_from("abcdefghij"), max_size=400), st.integers(0, 4))
+def test_labels_are_bounded(names: list[str], limit: int) -> None:
     labels = TenantLabels(limit)
-    given_labels = [labels.of(name) for name in names]
-    first = list(dict.fromkeys(names))[:limit]
-    assert given_labels == [name if name in first else OTHER for name in names]
-    assert [labels.of(name) for name in names] == given_labels
+    given_labels = [labels.of(name, 10) for name in names]
+    assert all(label in (name, OTHER) for name, label in zip(names, given_labels, strict=True))
+    assert len(set(given_labels) - {OTHER}) <= 2 * limit
+
+
+def test_a_tenant_that_grew_large_takes_the_label_of_the_least() -> None:
+    labels = TenantLabels(2)
+    for _ in range(100):
+        assert labels.of("large") == "large"
+    assert [labels.of("small") for _ in range(10)] == ["small"] * 10
+    seen = [labels.of("late") for _ in range(70)]
+    assert seen == [OTHER] * 63 + ["late"] * 7
+    assert labels.of("small") == OTHER
+    assert labels.of("large") == "large"
+
+
+def test_no_more_than_twice_as_many_labels_are_ever_given() -> None:
+    """Series can not be taken back."""
+    labels = TenantLabels(3)
+    seen = {labels.of(f"t{number}", 1000 * 3**number) for number in range(40)}
+    assert len(seen - {OTHER}) == 6
 
 
 @pytest.mark.parametrize(
@@ -100,7 +124,7 @@ def test_outcome_by_how_the_request_ended(
     assert _outcomes(registry) == {outcome: 1}
 
 
-async def _request(metrics: RequestMetrics, outputs: list[Any]) -> AsyncGenerator[Any, None]:
+async def _answers(metrics: RequestMetrics, outputs: list[Any]) -> AsyncGenerator[Any, None]:
     with metrics.request(_A) as observe:
         for output in outputs:
             observe(output)
@@ -116,7 +140,7 @@ def test_a_generator_that_is_closed_early(
     """SGLang takes one whole answer and leaves; a client that left did not get one."""
 
     async def scenario() -> None:
-        answers = _request(RequestMetrics(5), outputs)
+        answers = _answers(RequestMetrics(5), outputs)
         await anext(answers)
         await answers.aclose()
 
@@ -124,11 +148,16 @@ def test_a_generator_that_is_closed_early(
     assert _outcomes(registry) == {outcome: 1}
 
 
+def _request(tenant: str, prompt: int, cached: dict[str, int], **fields: Any) -> FinishedRequest:
+    return FinishedRequest(
+        tenant=tenant, prompt=prompt, output=7, cached=cached, seconds=0.3, **fields
+    )
+
+
 def test_tokens_by_source(registry: CollectorRegistry) -> None:
     metrics = RequestMetrics(1)
-    cached = {"device": 10, "host": 20, "storage": 30, "elsewhere": 5}
-    metrics.finished("a", prompt_tokens=100, generation_tokens=7, cached=cached, seconds=0.3)
-    metrics.finished("b", prompt_tokens=3, generation_tokens=1, cached={"device": 4}, seconds=0.3)
+    metrics.finished(_request("a", 100, {"hbm": 10, "cpu": 20, "nvme": 30}))
+    metrics.finished(_request("b", 4, {"hbm": 4}))
     found = {
         (sample.labels["tenant"], sample.labels["source"]): sample.value
         for metric in registry.collect()
@@ -139,8 +168,7 @@ def test_tokens_by_source(registry: CollectorRegistry) -> None:
         ("a", "hbm"): 10,
         ("a", "cpu"): 20,
         ("a", "nvme"): 30,
-        ("a", "elsewhere"): 5,
-        ("a", "computed"): 35,
+        ("a", "computed"): 40,
         ("other", "hbm"): 4,
         ("other", "computed"): 0,
     }
@@ -148,6 +176,40 @@ def test_tokens_by_source(registry: CollectorRegistry) -> None:
     assert registry.get_sample_value(generated, {"tenant": "a"}) == 7
     duration = "sglang_ext_request_duration_seconds_count"
     assert registry.get_sample_value(duration, {"tenant": "other"}) == 1
+
+
+@pytest.mark.trial(96)
+@given(st.integers(1, 200), st.integers(0, 200), st.booleans(), st.sampled_from([1, 16]))
+def test_trial_96_hits_are_never_above_what_could_hit(
+    prompt: int, hits: int, may_hit: bool, page_size: int
+) -> None:
+    hits = min(hits, prompt)
+    request = _request("a", prompt, {"hbm": hits}, may_hit=may_hit)
+    eligible = request.eligible(page_size)
+    assert hits <= eligible <= prompt
+    assert eligible >= (prompt - 1) // page_size * page_size * may_hit
+
+
+def test_known_tenants_have_their_series_before_their_first_request(
+    registry: CollectorRegistry,
+) -> None:
+    metrics = RequestMetrics(2, ["a", "b", "c"])
+    with metrics.request(_A):
+        pass
+    for tenant in ("a", "b"):
+        eligible = "sglang_ext_eligible_tokens_total"
+        assert registry.get_sample_value(eligible, {"tenant": tenant}) == 0
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    assert {sample.labels["tenant"] for sample in samples} == {"a", "b"}
+
+
+def test_every_observer_sees_every_finished_request(registry: CollectorRegistry) -> None:
+    seen: list[FinishedRequest] = []
+    metrics = RequestMetrics(2)
+    metrics.observers.append(SimpleNamespace(finished=seen.append))
+    request = _request("a", 3, {})
+    metrics.finished(request)
+    assert seen == [request]
 
 
 def test_refusals_and_first_tokens(registry: CollectorRegistry) -> None:
@@ -192,20 +254,31 @@ def test_an_owner_that_holds_nothing_any_more_falls_to_zero(registry: CollectorR
     assert _held(registry) == {("t:a", "hbm"): 0, ("other", "hbm"): 3}
 
 
+@pytest.mark.trial(94)
 @pytest.mark.parametrize(
-    ("cached", "details", "sources"),
+    ("cached", "details", "tiers"),
     [
-        (5, None, {"device": 5}),
-        (5, {}, {"device": 5}),
-        (0, {"device": 0, "host": 0}, {"device": 0}),
-        (5, {"device": 2, "host": 3, "storage": 0}, {"device": 2, "host": 3}),
-        (5, {"storage": 5, "storage_backend": "file"}, {"storage": 5}),
+        (5, {}, {"hbm": 5}),
+        (0, {"device": 0, "host": 0}, {"hbm": 0}),
+        (5, {"device": 2, "host": 3, "storage": 0}, {"hbm": 2, "cpu": 3}),
+        (5, {"storage": 5, "storage_backend": "file"}, {"nvme": 5}),
+        (5, {"device": 9, "host": None}, {"hbm": 5}),
+        (5, {"host": 3, "storage": 4}, {"cpu": 1, "nvme": 4}),
     ],
 )
-def test_sources_of_cached_tokens(
-    cached: int, details: dict[str, Any] | None, sources: dict[str, int]
+def test_cached_tokens_by_tier(cached: int, details: dict[str, Any], tiers: dict[str, int]) -> None:
+    assert by_tier(cached, details) == tiers
+
+
+@pytest.mark.trial(94)
+@given(
+    st.integers(0, 300),
+    st.dictionaries(st.sampled_from(["device", "host", "storage"]), st.integers(-5, 400)),
+)
+def test_trial_94_tiers_add_up_to_what_the_client_was_told(
+    cached: int, details: dict[str, int]
 ) -> None:
-    assert tokenizer_metrics._by_source(cached, details) == sources
+    assert sum(by_tier(cached, details).values()) == cached
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """The scheduler's metrics on a registry of the test's own."""
 
 import functools
+from array import array
 from types import SimpleNamespace
 
 import prometheus_client
@@ -44,6 +45,15 @@ def test_what_happens_to_requests_is_counted(registry: CollectorRegistry) -> Non
     assert value("sglang_ext_admissions_skipped_total", skipped) == 2
     refused = {"tenant": "b", "reason": "queue_full"}
     assert value("sglang_ext_admissions_refused_total", refused) == 1
+
+
+def test_a_prompt_that_is_computed_again_is_counted(registry: CollectorRegistry) -> None:
+    metrics = SchedulerMetrics(5)
+    prompt = array("q", range(100))
+    for cached in (0, 64, 96, 0):
+        metrics.computes(A, "t:a", prompt, cached, 16)
+    again = registry.get_sample_value("sglang_ext_recomputed_tokens_total", {"tenant": "a"})
+    assert again == 0 + 32 + 0 + 96
 
 
 def test_gauges_follow_queues_shares_and_holdings(registry: CollectorRegistry) -> None:
