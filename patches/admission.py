@@ -18,11 +18,12 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sglang_ext.patches.hooks import Hook
+from sglang_ext.patches.preemption import can_give_way, give_way, preempt
 from sglang_ext.patches.scheduling import TenantScheduling, last_token
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.types import Owner
 
-__all__ = ["Refusal", "TenantPrefillAdder", "admission_hooks"]
+__all__ = ["Refusal", "TenantPrefillAdder", "admission_hooks", "refuse_outgrown"]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _LONGEST_RETRY_S = 60
@@ -48,6 +49,31 @@ class TenantPrefillAdder(PrefillAdder):
         self._taken: Counter[Owner] = Counter()
         self._passed_over: set[Owner] = set()
         self._only_reserved = False
+        self._continued: Any = None
+
+    def add_chunked_req(self, req: Any) -> Any:
+        """Go on with a long prompt, or let it wait again behind who is owed this step.
+
+        Returns the request while it is unfinished and not waiting, else None, as in SGLang.
+        """
+        if self._must_give_way(req):
+            give_way(self, self._scheduling, req)
+            return None
+        self._continued = req
+        return super().add_chunked_req(req)
+
+    def _must_give_way(self, req: Any) -> bool:
+        """Tell whether the front of the queue is owed this step, and has room to take it."""
+        scheduling, front = self._scheduling, self._scheduling.front
+        if not scheduling.fair or front is None or self.running_batch.batch_is_full:
+            return False
+        first, ticket = scheduling.ticket(front), scheduling.ticket(req)
+        if first.owner in self._held or not can_give_way(req, self.tree_cache):
+            return False
+        need = self.ceil_paged_tokens(last_token(front)) - first.cached
+        return need < self.rem_total_tokens and scheduling.is_owed_a_step(
+            first.tenant, ticket.tenant
+        )
 
     def add_one_req(
         self, req: Any, has_chunked_req: bool, truncation_align_size: int | None
@@ -62,22 +88,48 @@ class TenantPrefillAdder(PrefillAdder):
         if self._is_anothers_turn(req):
             self._scheduling.skipped(req, "turn")
             return AddReqResult.OTHER
-        result = self._shortage(req, owner)
-        if result is None:
-            with self.tree_cache.as_requester((owner,)):
-                result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        result = self._try(req, owner, has_chunked_req, truncation_align_size)
+        if result is AddReqResult.NO_TOKEN and not self._is_in(req) and self._preempt(req):
+            result = self._try(req, owner, has_chunked_req, truncation_align_size)
         return self._booked(req, owner, result)
+
+    def _try(
+        self, req: Any, owner: Owner, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> Any:
+        shortage = self._shortage(req, owner)
+        if shortage is not None:
+            return shortage
+        with self.tree_cache.as_requester((owner,)):
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+
+    def preempt_to_schedule(self, req: Any) -> bool:
+        """Make a place in a full batch; SGLang asks when all places are taken."""
+        return self._scheduling.fair and preempt(self, self._scheduling, req, 0)
+
+    def _preempt(self, req: Any) -> bool:
+        """Make memory for ``req`` at the cost of running requests of lower classes."""
+        if not (self._scheduling.fair and self._scheduling.has_classes()):
+            return False
+        missing = self._need(req) + self.page_size - int(self.rem_total_tokens)
+        return preempt(self, self._scheduling, req, missing + 1)
+
+    def _is_in(self, req: Any) -> bool:
+        return bool(self.can_run_list) and self.can_run_list[-1] is req
 
     def _is_anothers_turn(self, req: Any) -> bool:
         """Tell whether the batch holds a tenant that is owed this step, which ``req`` would slow.
 
-        A tenant that comes back is a quantum behind: its first tokens are not computed in one batch
-        with the next prompts of a flood, which get the step after.
+        A tenant that comes back is a quantum behind: its tokens are not computed in one batch with
+        the next prompts of a flood, which get the step after. Once begun, its prompt goes on alone
+        for as long as it is behind at all.
         """
         scheduling = self._scheduling
         if not (scheduling.fair and self.can_run_list):
             return False
         tenant = scheduling.ticket(req).tenant
+        goes_on = self._continued
+        if goes_on is not None and scheduling.is_behind(scheduling.ticket(goes_on).tenant, tenant):
+            return True
         others = {scheduling.ticket(other).tenant for other in self.can_run_list}
         return any(scheduling.is_owed_a_step(other, tenant) for other in others)
 
@@ -114,7 +166,7 @@ class TenantPrefillAdder(PrefillAdder):
 
     def _booked(self, req: Any, owner: Owner, result: Any) -> Any:
         """Book an admission; where memory is short, go on for those who have a reserve."""
-        if self.can_run_list and self.can_run_list[-1] is req:
+        if self._is_in(req):
             self._taken[owner] += self._need(req)
             self._scheduling.admitted(req)
         elif result is AddReqResult.NO_TOKEN:
@@ -158,6 +210,26 @@ def admission_hooks(scheduling: TenantScheduling) -> list[Hook]:
         Hook(f"{_SCHEDULER}._abort_on_queued_limit", abort_on_queued_limit, ("self", "recv_req")),
         Hook(f"{_SCHEDULER}.get_prefill_adder_class", get_prefill_adder_class, ("self",)),
     ]
+
+
+def refuse_outgrown(scheduling: TenantScheduling, scheduler: Any) -> int:
+    """Refuse what waits and can never be admitted under limits that have just changed.
+
+    It would wait for ever, and might keep others waiting. Returns how many were refused.
+    """
+    if not scheduling.limited:
+        return 0
+    refused = []
+    for req in scheduler.waiting_queue:
+        message = _never_fits(scheduling, req, last_token(req))
+        if message is not None:
+            refused.append((req, Refusal("too_large", HTTPStatus.BAD_REQUEST, message)))
+    gone = {id(req) for req, _ in refused}
+    scheduler.waiting_queue[:] = [req for req in scheduler.waiting_queue if id(req) not in gone]
+    for req, refusal in refused:
+        scheduler._release_aborted_request(req)
+        _refuse(scheduling, scheduler, req, refusal)
+    return len(refused)
 
 
 def _never_fits(scheduling: TenantScheduling, req: Any, tokens: int) -> str | None:

@@ -54,6 +54,7 @@ class TenantFairPolicy(SchedulePolicy):
         if held:
             order.sort(key=lambda index: tickets[index].owner in held)
         waiting_queue[:] = [waiting_queue[index] for index in order]
+        self._scheduling.front = waiting_queue[0] if waiting_queue else None
 
     def waiting_queue_prefix_matched(self, waiting_queue: list[Any]) -> bool:
         """Tell SGLang's load report that not every waiting request was matched."""
@@ -134,6 +135,7 @@ def policy_hooks(scheduling: TenantScheduling) -> list[Hook]:
         chosen = scheduler.schedule_policy
         scheduling.fair = chosen == TENANT_FAIR
         scheduling.cache = scheduler.tree_cache
+        scheduler.tenant_scheduling = scheduling
         scheduling.metrics = scheduling.make_observer() if _publishes() else None
         if not scheduling.fair:
             original(scheduler)
@@ -141,6 +143,8 @@ def policy_hooks(scheduling: TenantScheduling) -> list[Hook]:
         scheduler.schedule_policy = "fcfs"
         original(scheduler)
         scheduler.schedule_policy = chosen
+        # SGLang then asks the adder for room in every pass, even where a batch was full.
+        scheduler.enable_priority_preemption = scheduling.has_classes()
         scheduler.policy = TenantFairPolicy(
             scheduling,
             tree_cache=scheduler.tree_cache,

@@ -16,21 +16,24 @@ from sglang_ext.patches.schedule_policy import policy_hooks
 from sglang_ext.patches.scheduling import SchedulerObserver, TenantScheduling, scheduling_hooks
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.policy import Policy
-from sglang_ext.types import Owner
+from sglang_ext.types import SYSTEM_TENANT, Owner
 
 __all__ = ["namespace_hooks", "scheduler_hooks"]
 
 _TARGET = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 
 
-def namespace_hooks(policy: Policy) -> list[Hook]:
-    """Return the hook that gives a request without a cache key its tenant's namespace."""
+def namespace_hooks(policy: Callable[[], Policy]) -> list[Hook]:
+    """Return the hook that gives a request without a cache key its tenant's namespace.
+
+    ``policy`` returns the one in force.
+    """
 
     def add_request_to_queue(
         original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False
     ) -> None:
         if not is_framed(req.extra_key):
-            req.extra_key = frame(_owner(policy, req.rid)) + (req.lora_id or "")
+            req.extra_key = frame(_owner(policy(), req.rid)) + (req.lora_id or "")
         elif parse(req.extra_key).once:
             req.skip_radix_cache_insert = True
         original(scheduler, req, is_retracted)
@@ -50,5 +53,9 @@ def scheduler_hooks(policy: Policy, observer: Callable[[], SchedulerObserver]) -
 
 
 def _owner(policy: Policy, rid: str) -> Owner:
-    tenant = policy.tenants.get(tenant_of_id(rid))
-    return SYSTEM_OWNER if tenant is None else tenant.owner
+    name = tenant_of_id(rid)
+    if not name or name == SYSTEM_TENANT:
+        return SYSTEM_OWNER
+    tenant = policy.tenants.get(name)
+    # Who just left the policy may still be on its way; nobody else may meet it.
+    return Owner(f"t:{name}") if tenant is None else tenant.owner

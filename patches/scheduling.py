@@ -55,6 +55,8 @@ class SchedulerObserver(Protocol):
 
     def refused(self, tenant: TenantId, reason: str) -> None: ...
 
+    def preempted(self, tenant: TenantId, reason: str) -> None: ...
+
     def due(self, seconds: float) -> bool: ...
 
     def publish(
@@ -67,7 +69,8 @@ class TenantScheduling:
 
     ``growth`` is what requests in flight may still take until their last token, by owner, as of the
     beginning of the step and only where the policy is ``limited``. ``blocked`` are
-    owners whose next request was refused room, with the tokens that it needs. ``limited``: some
+    owners whose next request was refused room, with the tokens that it needs. ``front`` is the
+    waiting request that is next in this pass. ``limited``: some
     owner has a hard quota or a reserve; without, SGLang's own budget is all that counts.
     """
 
@@ -75,7 +78,6 @@ class TenantScheduling:
 
     def __init__(self, policy: Policy, observer: Callable[[], SchedulerObserver]) -> None:
         """``observer`` is called in the scheduler's process, on the rank that publishes."""
-        self.policy = policy
         self.make_observer = observer
         self.shares = FairShares(lambda tenant: self.tenant(tenant).weight)
         self.backlog = Backlog(lambda req: self.ticket(req).tenant)
@@ -84,13 +86,20 @@ class TenantScheduling:
         self.growth: Counter[Owner] = Counter()
         self.blocked: dict[Owner, int] = {}
         self.waiting_owners: set[Owner] = set()
+        self.front: Any = None
         self.last_wait: dict[TenantId, float] = {}
         self._arrivals = 0
         self._numbers: Counter[TenantId] = Counter()
+        self.use(policy)
+
+    def use(self, policy: Policy) -> None:
+        """Let this policy hold from now on. What runs goes on; tickets stay as they are."""
+        self.policy = policy
         tenants = policy.tenants.values()
         self.reserves = any(tenant.reserve.hbm is not None for tenant in tenants)
         self.hard = {tenant.owner for tenant in tenants if tenant.quota.hard}
         self.limited = self.reserves or bool(self.hard)
+        self.blocked.clear()
 
     def tenant(self, name: TenantId) -> TenantPolicy:
         """Return what holds for a tenant; one that the policy does not know is the system's."""
@@ -135,9 +144,26 @@ class TenantScheduling:
         if self.metrics is not None:
             self.metrics.skipped(self.ticket(req).tenant, reason)
 
+    def preempted(self, req: Any, reason: str) -> None:
+        """Count that ``req`` gave way, and take back what it would still have taken."""
+        ticket = self.ticket(req)
+        if self.limited:
+            self.growth[ticket.owner] -= max(0, last_token(req) - req.kv.kv_allocated_len)
+        if self.metrics is not None:
+            self.metrics.preempted(ticket.tenant, reason)
+
+    def has_classes(self) -> bool:
+        """Tell whether the policy knows classes of which one could give way to another."""
+        tenants = self.policy.tenants.values()
+        return len({tenant.sla for tenant in tenants if tenant.name != SYSTEM_TENANT}) > 1
+
     def is_owed_a_step(self, tenant: TenantId, other: TenantId) -> bool:
         """Tell whether ``tenant`` is so far behind ``other`` that it gets a step without it."""
         return self.shares.behind(tenant, other) >= QUANTUM_TOKENS / 2
+
+    def is_behind(self, tenant: TenantId, other: TenantId) -> bool:
+        """Tell whether ``tenant`` has had less for its weight than ``other``."""
+        return self.shares.behind(tenant, other) > 0
 
     def has_reserve_waiting(self, but: Owner) -> bool:
         """Tell whether anyone else waits who has room that nobody else may take."""

@@ -37,7 +37,7 @@ def register() -> None:
     hooks.install(
         [
             *identity_hooks(active.request_metrics()),
-            *namespace_hooks(active.policy()),
+            *namespace_hooks(active.policy),
             *admin_channel_hooks(OPERATIONS),
             *refusal_status_hooks(),
             *scheduler_hooks(active.policy(), _scheduler_metrics),

@@ -136,7 +136,7 @@ def _all_hooks() -> list[Hook]:
     policy = parse_policy("version: 1\ntenants: {a: {}}")
     return [
         *identity_hooks(_Silent()),
-        *namespace_hooks(policy),
+        *namespace_hooks(lambda: policy),
         *admin_channel_hooks({}),
         *refusal_status_hooks(),
         *scheduler_hooks(policy, _no_observer),

@@ -39,7 +39,7 @@ class _Observer:
 
 def _hook(name: str, observer: Any = None) -> Callable[..., Any]:
     """Return the hook function on the method ``name`` of SGLang."""
-    found = [*identity_hooks(observer or _Observer()), *namespace_hooks(_POLICY)]
+    found = [*identity_hooks(observer or _Observer()), *namespace_hooks(lambda: _POLICY)]
     return next(hook.function for hook in found if hook.target.endswith(f".{name}"))
 
 
@@ -237,7 +237,7 @@ def _queued(**fields: Any) -> Any:
         ("a/x", "t:a"),
         ("s/x", "g:team"),
         ("x", "t:system"),
-        ("nobody/x", "t:system"),
+        ("nobody/x", "t:nobody"),
         ("a", "t:system"),
         ("/a", "t:system"),
     ],
