@@ -1,11 +1,15 @@
-"""Who gives back running tokens when there is no room to go on decoding."""
+"""Who gives back running tokens: to go on decoding, or to let a higher class in."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_ext.types import Owner, OwnerLimits
 
-__all__ = ["retraction_order"]
+__all__ = ["MOST_PREEMPTIONS", "preemption_order", "retraction_order"]
+
+MOST_PREEMPTIONS = 8
+"""So often a request gives way; after that it runs to its end, so that it ends however many come.
+"""
 
 
 def retraction_order(
@@ -39,6 +43,29 @@ def retraction_order(
         order.append(index)
         if not queues[owner]:
             del queues[owner]
+    return order
+
+
+def preemption_order(
+    newcomer: Owner,
+    requests: Sequence[tuple[Owner, int]],
+    fixed: Mapping[Owner, int],
+    limits: Callable[[Owner], OwnerLimits],
+    capacity: int,
+) -> list[int]:
+    """Return the indices of running ``requests`` that give way to a request of ``newcomer``.
+
+    Only lower classes give, and of them only what is above their fair share: so much nobody can be
+    driven below. The order is that of ``retraction_order``, and so are the other arguments.
+    """
+    known = {owner: limits(owner) for owner in {newcomer, *(owner for owner, _ in requests)}}
+    excess = _excess(known, fixed, capacity)
+    order: list[int] = []
+    for index in retraction_order(requests, fixed, limits, capacity):
+        owner, tokens = requests[index]
+        if known[owner].rank < known[newcomer].rank and excess[owner] >= tokens:
+            excess[owner] -= tokens
+            order.append(index)
     return order
 
 
