@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.namespace import SYSTEM_OWNER, frame, is_framed, parse
-from sglang_ext.radix.public import PublicPrefixes
+from sglang_ext.radix.public import PublicPrefixes, common_length
 from sglang_ext.types import PUBLIC, Owner
 
 __all__ = ["SYSTEM_NAMESPACE", "TenantKey", "own"]
@@ -30,10 +30,12 @@ class TenantKey(RadixKey):
 
     ``public`` counts units (tokens, or bigrams for EAGLE), is a multiple of the page size and may
     be negative or beyond the end in a slice. A key without private units has the public namespace:
-    ``extra_key`` and ``cache_salt`` None, ``owner`` PUBLIC.
+    ``extra_key`` and ``cache_salt`` None, ``owner`` PUBLIC. ``size`` is the length in units and
+    ``space`` what children of private text are told apart by; both are kept, since every step of a
+    walk asks for them, and so the text must not change: ``token_ids`` is shared, never copied.
     """
 
-    __slots__ = ("owner", "public")
+    __slots__ = ("owner", "public", "size", "space")
 
     def __init__(
         self,
@@ -42,67 +44,88 @@ class TenantKey(RadixKey):
         owner: Owner,
         cache_salt: str | None = None,
         is_bigram: bool = False,
-        limit: int | None = None,
         public: int = 0,
     ) -> None:
-        super().__init__(token_ids, extra_key, is_bigram, limit, cache_salt)
+        # The fields of RadixKey, set here because keys are made at every step of a walk.
+        self.token_ids = token_ids
+        self.extra_key = extra_key
+        self.cache_salt = cache_salt
+        self.is_bigram = is_bigram
+        self.limit = None
         self.owner = owner
         self.public = public
+        count = len(token_ids)
+        self.size = count - 1 if is_bigram and count else count
+        self.space: Any = (extra_key, cache_salt) if cache_salt else extra_key
 
     def __len__(self) -> int:
-        if self.limit is not None:
-            return int(super().__len__())
-        count = len(self.token_ids)
-        return count - 1 if self.is_bigram and count else count
+        return self.size
 
     def __getitem__(self, idx: int | slice) -> "TenantKey":
         if isinstance(idx, int):
             idx = slice(idx, idx + 1)
-        start, stop, _ = idx.indices(len(self))
+        start, stop, _ = idx.indices(self.size)
         # Neighbouring bigrams share a token, so a run of them ends one token later.
         end = stop + 1 if self.is_bigram and stop > start else stop
         tokens, public = self.token_ids[start:end], self.public - start
         if public >= stop - start > 0:
-            return TenantKey(tokens, None, PUBLIC, None, self.is_bigram, None, public)
+            return TenantKey(tokens, None, PUBLIC, None, self.is_bigram, public)
         return TenantKey(
-            tokens, self.extra_key, self.owner, self.cache_salt, self.is_bigram, None, public
+            tokens, self.extra_key, self.owner, self.cache_salt, self.is_bigram, public
         )
 
+    def page_aligned(self, page_size: int) -> "TenantKey":
+        excess = self.size % page_size
+        return self[: self.size - excess] if excess else self
+
     def child_key_at(self, offset: int, page_size: int = 1) -> Any:
-        child = super().child_key_at(offset, page_size)
-        if offset < self.public and self.extra_key is not None:
-            return child[1]
-        return child
+        end = offset + page_size
+        if offset < 0 or end > self.size:
+            raise IndexError(f"no page of {page_size} at {offset} of a key of {self.size} units")
+        page: Any = tuple(self.token_ids[offset:end])
+        if self.is_bigram:
+            page = tuple(zip(page, self.token_ids[offset + 1 : end + 1], strict=True))
+        if page_size == 1:
+            page = page[0]
+        return page if offset < self.public or self.space is None else (self.space, page)
 
     def match_at(self, other: RadixKey, offset: int, page_size: int = 1) -> int:
-        matched = super().match_at(other, offset, page_size)
+        units = min(self.size, other.size - offset)
         if self.public > 0:
-            return min(matched, self.public, other.public - offset)
-        return matched
+            # A public run is compared with keys of every namespace, but only up to their boundary.
+            units = min(units, self.public, other.public - offset)
+        elif self.space != other.space:
+            self._check_compatible(other)
+        if units <= 0:
+            return 0
+        if self.is_bigram:
+            units = common_length(self.token_ids, other.token_ids, units + 1, offset) - 1
+        else:
+            units = common_length(self.token_ids, other.token_ids, units, offset)
+        return max(units, 0) // page_size * page_size
 
-    def _check_compatible(self, other: RadixKey) -> None:
-        # A public run is compared with keys of every namespace, but only up to their boundary.
-        if self.public > 0:
-            return
-        if self.extra_key != other.extra_key or self.cache_salt != other.cache_salt:
-            super()._check_compatible(other)
 
-
-def own(key: RadixKey, prefixes: PublicPrefixes, bigram: bool = False) -> TenantKey:
+def own(
+    key: RadixKey, prefixes: PublicPrefixes, bigram: bool = False, page_size: int = 1
+) -> TenantKey:
     """Return ``key`` with its owner and boundary; every key enters the tree through here.
 
-    ``key`` starts at the root; it is not changed, and its token storage is shared. A LoRA adapter
-    computes other KV from the same text, so its keys have no public part.
+    ``key`` starts at the root; it is not changed. What does not fill a page of ``page_size`` units
+    is left out. Token storage is shared where nothing is. A LoRA adapter computes other KV from the
+    same text, so its keys have no public part.
     """
     if isinstance(key, TenantKey):
-        return key
+        return key.page_aligned(page_size)
     namespace = key.extra_key or SYSTEM_NAMESPACE
     owner, base_model = _standing(namespace)
-    bigram = bigram or key.is_bigram
-    owned = TenantKey(key.token_ids, namespace, owner, key.cache_salt, bigram, key.limit)
+    owned = TenantKey(
+        key.raw_token_ids(), namespace, owner, key.cache_salt, bigram or key.is_bigram
+    )
+    if owned.size % page_size:
+        owned = owned.page_aligned(page_size)
     if prefixes and base_model:
-        owned.public = prefixes.boundary(key.token_ids, bigram)
-        owned = owned[:] if owned.public >= len(owned) else owned
+        owned.public = prefixes.boundary(owned.token_ids, owned.is_bigram)
+        owned = owned[:] if owned.public >= owned.size else owned
     return owned
 
 

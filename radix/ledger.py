@@ -49,10 +49,11 @@ class Ledger:
             row = self._rows[owner, tier] = Usage()
         row.evictable += evictable
         row.protected += protected
-        if not row.tokens:
+        if not (row.evictable or row.protected or row.running):
             del self._rows[owner, tier]
-        if tier in self._watched:
-            self._watched[tier].add(owner)
+        watched = self._watched.get(tier)
+        if watched is not None:
+            watched.add(owner)
 
     def set_running(self, tokens: Mapping[Owner, int]) -> None:
         """Replace what running requests hold in HBM. O(owners that run or ran)."""

@@ -1,11 +1,12 @@
 """A node of the extended tree: SGLang's, plus who owns it and what the ledger knows of it."""
 
+from operator import attrgetter
 from typing import Any
 
-from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE, ComponentType
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-from sglang_ext.types import Owner, Tier
+from sglang_ext.types import Tier
 
 __all__ = ["NOTHING", "Holding", "TenantTreeNode"]
 
@@ -21,28 +22,24 @@ class TenantTreeNode(UnifiedTreeNode):
 
     ``access_ms`` is the last use on the shared clock, ``hits`` counts the requests after the first
     whose text ran through here, ``pins`` the pins anchored here, ``booked`` is what the ledger
-    holds for it, and ``device_children`` counts the children that are on the device. Owner and
-    tiers held are derived, so they cannot be wrong.
+    holds for it, ``device_children`` and ``host_children`` count the children in HBM and those with
+    a copy in host memory, ``sessions`` are those anchored here and ``lifespan`` is set where the
+    pages have an end of their own. Owner and tiers held are derived, so they cannot be wrong.
     """
 
     key: Any
 
-    __slots__ = ("access_ms", "booked", "device_children", "hits", "pins")
+    # Defaults of the class: most nodes never change them, and none of them costs time to make.
+    access_ms: int = 0
+    hits: int = 0
+    pins: int = 0
+    booked: Holding = NOTHING
+    device_children: int = 0
+    host_children: int = 0
+    sessions: dict[Any, None] | None = None
+    lifespan: Any = None
 
-    def __init__(
-        self, tree_components: tuple[ComponentType, ...], priority: int, now_ms: int
-    ) -> None:
-        super().__init__(tree_components, priority)
-        self.access_ms = now_ms
-        self.hits = 0
-        self.pins = 0
-        self.booked = NOTHING
-        self.device_children = 0
-
-    @property
-    def owner(self) -> Owner:
-        """Who owns the pages; not to be asked of the root, which has none."""
-        return self.key.owner
+    owner = property(attrgetter("key.owner"), doc="Who owns the pages; the root has no owner.")
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

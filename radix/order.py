@@ -202,13 +202,19 @@ class Recency:
         stamp = self.recent.get(leaf)
         return self._filed[leaf][0] if stamp is None else stamp
 
-    def add(self, leaf: Leaf, stamp: float) -> None:
-        """File a leaf that is not there. O(1) for the newest, else O(log n)."""
+    def add(self, leaf: Leaf, stamp: float) -> bool:
+        """File a leaf that is not there; tell whether it is the oldest now.
+
+        O(1) for the newest, else O(log n).
+        """
+        alone = not (self.recent or self._filed)
         if stamp >= self.newest:
             self.newest = self.recent[leaf] = stamp
-        else:
-            entry = self._filed[leaf] = (stamp, leaf.id, leaf)
-            self.late.add(entry)
+            return alone
+        lowers = alone or stamp < self.oldest()[0]
+        entry = self._filed[leaf] = (stamp, leaf.id, leaf)
+        self.late.add(entry)
+        return lowers
 
     def touch(self, leaf: Leaf, stamp: float) -> None:
         """File a leaf that is there under a stamp newer than all others. O(1) if it was recent."""
@@ -246,7 +252,7 @@ class LeafOrder(set[Any]):
         self._owners: dict[Owner, Recency] = {}
 
     def add(self, leaf: Leaf) -> None:
-        owner, stamp = leaf.owner, float(leaf.last_access_time)
+        owner, stamp = leaf.owner, leaf.last_access_time
         order = self._owners.get(owner)
         if order is None:
             order = self._owners[owner] = Recency()
@@ -256,14 +262,12 @@ class LeafOrder(set[Any]):
             order.remove(leaf)
         else:
             set.add(self, leaf)
-        lowers = not order or (stamp < order.newest and stamp < order.oldest()[0])
-        order.add(leaf, stamp)
-        if lowers:
+        if order.add(leaf, stamp):
             self.strategy.lowered(owner, stamp)
 
     def touch(self, leaf: Leaf) -> None:
         """File a leaf that is here again, as the newest: it was just touched. O(1) as a rule."""
-        self._owners[leaf.owner].touch(leaf, float(leaf.last_access_time))
+        self._owners[leaf.owner].touch(leaf, leaf.last_access_time)
 
     def discard(self, leaf: Any) -> None:
         if leaf not in self:

@@ -8,7 +8,10 @@ behind it.
 from array import array
 from collections.abc import Iterable, Sequence
 
-__all__ = ["PublicPrefixes"]
+__all__ = ["PublicPrefixes", "common_length"]
+
+_WINDOW = 256
+_GROWTH = 8
 
 
 class PublicPrefixes:
@@ -45,19 +48,36 @@ class PublicPrefixes:
         alike = self._by_head.get(tuple(token_ids[: self.page_size]))
         if alike is None:
             return 0
-        shared = max(_common_length(token_ids, tokens) for tokens in alike)
+        shared = max(common_length(token_ids, tokens) for tokens in alike)
         units = shared - 1 if bigram else shared
         return units // self.page_size * self.page_size
 
 
-def _common_length(left: "array[int]", right: "array[int]") -> int:
-    """Return the length of the common prefix, by slice comparisons in C."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
+def common_length(
+    left: "array[int]", right: "array[int]", most: int | None = None, offset: int = 0
+) -> int:
+    """Return how far ``left`` agrees with ``right`` from ``offset`` on, ``most`` at the most.
+
+    Compares slices in C, in windows that grow, and halves the window that differs: O(result).
+    """
+    if most is None:
+        most = min(len(left), len(right) - offset)
+    low, width = 0, _WINDOW
+    while low < most:
+        high = min(low + width, most)
+        if left[low:high] != right[offset + low : offset + high]:
+            return _first_difference(left, right, low, high, offset)
+        low, width = high, width * _GROWTH
+    return low
+
+
+def _first_difference(
+    left: "array[int]", right: "array[int]", low: int, high: int, offset: int
+) -> int:
+    """Return where in [low, high), which differs, ``left`` first differs."""
     while high - low > 1:
         middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
+        if left[low:middle] == right[offset + low : offset + middle]:
             low = middle
         else:
             high = middle

@@ -63,9 +63,12 @@ class TenantTreeCore(UnifiedTreeCore):
         """Return a key that starts at the root with its owner and public boundary."""
         return own(key, self.public, self.is_eagle)
 
-    def _match_prefix_helper(self, key: Any, params: MatchPrefixParams) -> MatchResult:
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        key = own(params.key, self.public, self.is_eagle, self.page_size)
+        if not key.size:
+            return self._empty_match_result
         self._touched = _NOBODY
-        result = super()._match_prefix_helper(own(key, self.public, self.is_eagle), params)
+        result = self._match_prefix_helper(key, params)
         self._note_use(self._node_arena[result.best_match_node])
         return result
 
@@ -108,7 +111,7 @@ class TenantTreeCore(UnifiedTreeCore):
         return super().insert_host(node_id, owned, host_value, hash_value)
 
     def begin_insert(self, params: InsertParams) -> Any:
-        params.key = self.own(params.key)
+        params.key = own(params.key, self.public, self.is_eagle, self.page_size)
         return super().begin_insert(params)
 
     def _insert_commit_step(self, state: Any) -> None:
@@ -150,7 +153,8 @@ class TenantTreeCore(UnifiedTreeCore):
     # ---- nodes
 
     def _new_node(self, priority: int = 0) -> TenantTreeNode:
-        node = TenantTreeNode(self.component_types, priority, self.clock.now_ms)
+        node = TenantTreeNode(self.component_types, priority)
+        node.access_ms = self.clock.now_ms
         self._register_node(node)
         return node
 
@@ -221,6 +225,9 @@ class TenantTreeCore(UnifiedTreeCore):
             self.evictable_host_leaves.touch(deepest)
 
     def _touch_node(self, node: Any) -> None:
+        if node is self.root_node:
+            super()._touch_node(node)
+            return
         self._touched = (node, node.last_access_time, node.access_ms)
         super()._touch_node(node)
         node.access_ms = self.clock.now_ms

@@ -114,3 +114,27 @@ def test_slices_agree_with_sglangs_own(tokens: list[int], bigram: bool, data: An
     assert (len(key), list(key)) == (len(stock), list(stock))
     assert (len(piece), list(piece)) == (len(expected), list(expected))
     assert piece.public == key.public - start
+
+
+@given(st.lists(st.integers(7, 8), max_size=30), st.booleans(), st.sampled_from([1, 4]), st.data())
+def test_matches_and_child_keys_agree_with_sglangs_own(
+    tokens: list[int], bigram: bool, page: int, data: Any
+) -> None:
+    text, salt = array("q", tokens), data.draw(st.sampled_from([None, "salt"]))
+    stock = RadixKey(text, ACME, is_bigram=bigram, cache_salt=salt)
+    start = data.draw(st.integers(0, len(stock)))
+    other = array("q", tokens[start:] + data.draw(st.lists(st.integers(7, 8), max_size=9)))
+    stock_node = RadixKey(other, ACME, is_bigram=bigram, cache_salt=salt)
+    nothing = PublicPrefixes([], page)
+    key, node = own(stock, nothing), own(stock_node, nothing)
+    assert node.match_at(key, start, page) == stock_node.match_at(stock, start, page)
+    if start + page <= len(stock):
+        assert key.child_key_at(start, page) == stock.child_key_at(start, page)
+
+
+def test_only_whole_pages_enter_and_their_storage_is_shared() -> None:
+    text = array("q", [1] * 8)
+    whole = own(RadixKey(text, ACME), PREFIXES, page_size=PAGE)
+    assert whole.token_ids is text and whole.page_aligned(PAGE) is whole
+    assert len(own(RadixKey(array("q", [1] * 7), ACME), PREFIXES, page_size=PAGE)) == 4
+    assert own(RadixKey(array("q", PROMPT + [1]), ACME), PREFIXES, page_size=PAGE).owner == PUBLIC

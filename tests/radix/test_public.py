@@ -6,7 +6,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.radix.public import PublicPrefixes
+from sglang_ext.radix.public import PublicPrefixes, common_length
 
 TOKENS = st.lists(st.integers(1, 2), max_size=24)
 
@@ -25,6 +25,14 @@ def test_the_boundary_is_the_longest_common_prefix_in_whole_pages(
 def test_prefixes_shorter_than_a_page_are_left_out() -> None:
     assert not PublicPrefixes([[1, 2, 3]], 4)
     assert PublicPrefixes([[1, 2, 3, 4]], 4)
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 9))
+def test_the_common_length_is_found_in_any_window(agreed: int, rest: int, offset: int) -> None:
+    left = array("q", [1] * agreed + [2] * rest)
+    right = array("q", [0] * offset + [1] * agreed + [3] * rest)
+    assert common_length(left, right, offset=offset) == agreed
+    assert common_length(left, right, agreed // 2, offset) == agreed // 2
 
 
 def common(left: list[int], right: list[int]) -> int:

@@ -23,6 +23,7 @@ FREES = ("tracker", "device_frees", "host_frees", "cache_actions")
 @pytest.mark.parametrize(
     ("function", "parameters"),
     [
+        (UnifiedTreeCore.match_prefix, ("self", "params")),
         (UnifiedTreeCore._match_prefix_helper, ("self", "key", "params")),
         (UnifiedTreeCore.match_full_device_prefix, ("self", "key")),
         (UnifiedTreeCore.begin_insert, ("self", "params")),
@@ -87,6 +88,11 @@ def test_the_insert_walk_still_carries_the_state_that_we_rewrite() -> None:
 
     fields = {"node", "key", "value", "params", "result", "total_prefix_length", "target_node"}
     assert fields <= set(_InsertWalkState.__struct_fields__)
+
+
+def test_a_key_has_no_field_that_ours_does_not_set() -> None:
+    """TenantKey sets the fields of RadixKey itself."""
+    assert RadixKey.__slots__ == ("token_ids", "extra_key", "cache_salt", "is_bigram", "limit")
 
 
 def test_leaf_sets_are_changed_only_by_add_and_discard() -> None:

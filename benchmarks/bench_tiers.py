@@ -1,6 +1,6 @@
 """How fast the NVMe store moves pages, beside fio on the same folder with the same size and depth.
 
-    python benchmarks/bench_store.py [--quick] [--folder DIR] [--json FILE]
+    python benchmarks/bench_tiers.py [--quick] [--folder DIR] [--json FILE]
 
 Both write a fresh file and read it back past the page cache, one after the other in every round.
 fio moves bare blocks; the store also copies from and to the caller, checks, and keeps its index.
@@ -43,7 +43,7 @@ OWNER = Owner("t:bench")
 
 
 def main() -> int:
-    parser = arguments("bench_store", __doc__ or "")
+    parser = arguments("bench_tiers", __doc__ or "")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
     options = parser.parse_args()
     if shutil.which("fio") is None:
@@ -64,7 +64,7 @@ def one_round(
     folder: Path | None, size: int, total: int, depth: int, number: int
 ) -> dict[str, Any]:
     """Write and read ``total`` bytes with both, in a fresh folder."""
-    place = Path(tempfile.mkdtemp(prefix="bench_store", dir=folder))
+    place = Path(tempfile.mkdtemp(prefix="bench_tiers", dir=folder))
     try:
         run: dict[str, Any] = {"size": size, "round": number}
         # Who goes first alternates, so that a disk that tires favours neither.
