@@ -4,6 +4,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 
+from sglang_ext.radix.host_copies import free_host_leaf
 from sglang_ext.radix.victims import Victim
 from sglang_ext.types import Tier
 
@@ -62,8 +63,8 @@ class TenantFullComponent(FullComponent):
             victim = victims.choose(Tier.CPU, missing, cache_actions)
             if victim is None:
                 return
-            self.tree_core._evict_host_leaf(
-                victim.node, tracker, device_frees, host_frees, cache_actions=cache_actions
+            free_host_leaf(
+                self.tree_core, victim.node, tracker, device_frees, host_frees, cache_actions
             )
             victims.gone(victim)
 

@@ -35,7 +35,7 @@ def check_integrity(tree: Any) -> None:
     problems += _ledger_problems(core, nodes)
     for name, leaves, is_leaf in (
         ("device", core.evictable_device_leaves, UnifiedTreeCore._is_device_leaf),
-        ("host", core.evictable_host_leaves, UnifiedTreeCore._is_host_leaf),
+        ("host", core.evictable_host_leaves, _may_leave_host),
     ):
         problems += _order_problems(name, leaves, {node for node in nodes if is_leaf(core, node)})
     if problems:
@@ -67,13 +67,27 @@ def _node_problems(core: Any, node: TenantTreeNode) -> Iterator[str]:
         yield f"{name} is held by no tier"
     if node.booked != node.holding():
         yield f"{name} is booked as {node.booked} but holds {node.holding()}"
-    on_device = sum(
-        child.component_data[_FULL].value is not None for child in node.children.values()
-    )
+    on_device = sum(_full(child).value is not None for child in node.children.values())
+    on_host = sum(_full(child).host_value is not None for child in node.children.values())
     if node.device_children != on_device:
         yield f"{name} counts {node.device_children} children on the device of {on_device}"
+    if node.host_children != on_host:
+        yield f"{name} counts {node.host_children} children with a host copy of {on_host}"
     yield from _owner_problems(name, node, core.root_node)
     yield from _lock_problems(name, node, core.root_node)
+
+
+def _full(node: Any) -> Any:
+    return node.component_data[_FULL]
+
+
+def _may_leave_host(core: Any, node: TenantTreeNode) -> bool:
+    """Tell whether SGLang lets a last copy go, or a copy beside HBM is the end of its path."""
+    if UnifiedTreeCore._is_host_leaf(core, node):
+        return True
+    below = any(_full(child).host_value is not None for child in node.children.values())
+    spare = core.enable_storage and len(core.components) == 1 and not below
+    return bool(spare and core._can_reclaim_full_host_duplicate(node))
 
 
 def _owner_problems(name: str, node: TenantTreeNode, root: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values
 
 from sglang_ext.radix.clock import SharedClock
 from sglang_ext.radix.hashes import boundary_seed, node_hashes, turns_private
+from sglang_ext.radix.host_copies import is_spare_copy
 from sglang_ext.radix.key import TenantKey, own
 from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.node import NOTHING, Holding, TenantTreeNode
@@ -184,6 +185,7 @@ class TenantTreeCore(UnifiedTreeCore):
                 hashes = node_hashes if private else compute_node_hash_values
                 node.hash_value = hashes(node, self.page_size)
                 filled += 1
+            self._update_host_leaf(node)
             stack.extend(node.children.values())
         return filled
 
@@ -192,11 +194,12 @@ class TenantTreeCore(UnifiedTreeCore):
         touched, stamp, access_ms = self._touched
         if touched is not child:
             stamp, access_ms = child.last_access_time, child.access_ms
-        on_device = child.booked[0] > 0
+        on_device, on_host = child.booked[0] > 0, child.booked[2] > 0
         child.parent.device_children -= on_device
+        child.parent.host_children -= on_host
         node, action = super()._split_node(key, child, split_len)
         node.access_ms, node.hits = child.access_ms, child.hits
-        node.device_children = int(on_device)
+        node.device_children, node.host_children = int(on_device), int(on_host)
         child.last_access_time, child.access_ms = stamp, access_ms
         self._update_evictable_leaf_sets(node)
         self._update_evictable_leaf_sets(child)
@@ -220,9 +223,9 @@ class TenantTreeCore(UnifiedTreeCore):
             node.access_ms = now
             if node in self.evictable_device_leaves:
                 self.evictable_device_leaves.touch(node)
+            if node in self.evictable_host_leaves:
+                self.evictable_host_leaves.touch(node)
             node = node.parent
-        if deepest in self.evictable_host_leaves:
-            self.evictable_host_leaves.touch(deepest)
 
     def _touch_node(self, node: Any) -> None:
         if node is self.root_node:
@@ -233,7 +236,7 @@ class TenantTreeCore(UnifiedTreeCore):
         node.access_ms = self.clock.now_ms
         if node in self.evictable_device_leaves:
             self.evictable_device_leaves.touch(node)
-        elif node in self.evictable_host_leaves:
+        if node in self.evictable_host_leaves:
             self.evictable_host_leaves.touch(node)
 
     def _finish_insert_walk_node(self, state: Any, node: Any, prefix_len: int) -> None:
@@ -274,6 +277,9 @@ class TenantTreeCore(UnifiedTreeCore):
         if cpu != had_cpu or cpu_locked != had_cpu_locked:
             free = cpu * (not cpu_locked) - had_cpu * (not had_cpu_locked)
             self.ledger.book(owner, Tier.CPU, free, cpu - had_cpu - free)
+            if (cpu > 0) != (had_cpu > 0):
+                node.parent.host_children += (cpu > 0) - (had_cpu > 0)
+                self._update_host_leaf(node.parent)
 
     def _update_evictable_leaf_sets(self, node: TenantTreeNode) -> None:
         """Do what SGLang does, with fewer questions, and book the node: all that changes passes."""
@@ -286,10 +292,24 @@ class TenantTreeCore(UnifiedTreeCore):
             self.evictable_device_leaves.add(node)
         elif node in self.evictable_device_leaves:
             self.evictable_device_leaves.discard(node)
-        if now[0] == 0 and self._is_host_leaf(node):
+        self._update_host_leaf(node)
+
+    def _update_host_leaf(self, node: TenantTreeNode) -> None:
+        if node.booked[2] and self._is_host_leaf(node):
             self.evictable_host_leaves.add(node)
         elif node in self.evictable_host_leaves:
             self.evictable_host_leaves.discard(node)
+
+    def mark_write_through_pending(self, node_ids: list[int], ack_id: int) -> list[int]:
+        marked: list[int] = super().mark_write_through_pending(node_ids, ack_id)
+        for node_id in marked:
+            self._update_host_leaf(self.node_by_id(node_id))
+        return marked
+
+    def finish_write_through(self, node_ids: list[int], ack_id: int) -> None:
+        super().finish_write_through(node_ids, ack_id)
+        for node_id in node_ids:
+            self._update_host_leaf(self.node_by_id(node_id))
 
     def _is_device_leaf(self, node: TenantTreeNode) -> bool:
         """Answer as SGLang does, in O(1): it asks every child, we count the children there."""
@@ -302,8 +322,10 @@ class TenantTreeCore(UnifiedTreeCore):
         return node is not self.root_node
 
     def _is_host_leaf(self, node: TenantTreeNode) -> bool:
-        """Answer as SGLang does; most nodes fail the first question."""
-        if node.children or node.component_data[_FULL].value is not None:
+        """Tell whether a copy in host memory may go: the last one as in SGLang, or a spare one."""
+        if node.component_data[_FULL].value is not None:
+            return is_spare_copy(self, node)
+        if node.children:
             return False
         return bool(super()._is_host_leaf(node))
 

@@ -15,6 +15,7 @@ from sglang_ext.pins import PinAnswer, Pins
 from sglang_ext.quotas import Quotas
 from sglang_ext.radix.clock import SharedClock
 from sglang_ext.radix.ledger import Ledger
+from sglang_ext.radix.host_copies import free_host_leaf
 from sglang_ext.radix.order import Reason
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.victims import Eviction
@@ -166,12 +167,21 @@ class TenantRadixCache(UnifiedRadixCache):
     def _execute_kv_backup(
         self, node_id: int, device_value: Any, comp_xfers: Any, sidecar_xfers: Any
     ) -> Any:
-        owner = self.tree_core.node_by_id(node_id).owner
-        tokens = len(device_value)
-        if self._quotas.enforce(owner, Tier.CPU, tokens):
-            return None
-        with self._quotas.requested_by({owner: tokens}, Tier.CPU):
-            return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+        node, tokens = self.tree_core.node_by_id(node_id), len(device_value)
+        with self._keeping_copy(node.parent.id):
+            if self._quotas.enforce(node.owner, Tier.CPU, tokens):
+                return None
+            with self._quotas.requested_by({node.owner: tokens}, Tier.CPU):
+                return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+
+    @contextmanager
+    def _keeping_copy(self, node_id: int) -> Iterator[None]:
+        """Within, a node keeps its copy in host memory: room for what continues it is made."""
+        lock = self.inc_host_lock_ref(node_id).to_dec_params()
+        try:
+            yield
+        finally:
+            self.dec_host_lock_ref(node_id, lock)
 
     def write_backup_storage(self, node_id: int) -> None:
         if self.store is not None:
@@ -200,12 +210,13 @@ class TenantRadixCache(UnifiedRadixCache):
             self._evict_device_leaf(leaf.id, dict.fromkeys(self.tree_components, 0))
         else:
             result = DriveHostEvictionResult()
-            self.tree_core._evict_host_leaf(
+            free_host_leaf(
+                self.tree_core,
                 leaf,
                 result.tracker,
                 result.device_frees,
                 result.host_frees,
-                cache_actions=result.cache_actions,
+                result.cache_actions,
             )
             self._apply_eviction_result(result)
         self.tree_core.victims.left(owner, tier, tokens, reason)
@@ -297,6 +308,8 @@ class TenantRadixCache(UnifiedRadixCache):
         """Ask for what ``prefetch_from_storage`` would fetch."""
         key = RadixKey(new_input_tokens, extra_key, cache_salt=cache_salt)
         plan = self.tree_core.fetch_plan(last_host_node_id, key)
+        if plan.units >= self.prefetch_threshold and not self._copy_path_down(last_host_node_id):
+            return None
         found: int = super().query_storage_hit_length(
             last_host_node_id,
             new_input_tokens[: plan.units + int(self.tree_core.is_eagle)],
@@ -310,6 +323,20 @@ class TenantRadixCache(UnifiedRadixCache):
 
 def _bytes_per_token(allocator: Any) -> int:
     """Return the bytes of one token's KV over all layers of this rank, 0 when unknown."""
+    def is_backuped(self, node_id: int) -> bool:
+        """Tell whether the disk may continue a node, which SGLang asks before it fetches.
+
+        A node in HBM counts: ``prefetch_from_storage`` copies it down again where its copy had to
+        make room.
+        """
+        return super().is_backuped(node_id) or Tier.HBM in self.tree_core.node_by_id(node_id).tiers
+
+    def _copy_path_down(self, node_id: int) -> bool:
+        """Begin the copies that a path in HBM lacks; tell whether its end has one now."""
+        if not (self.is_root(node_id) or super().is_backuped(node_id)):
+            self._execute_and_commit_kv_backup(self.tree_core.build_backup_kv_action(node_id))
+        return self.is_root(node_id) or super().is_backuped(node_id)
+
     pool = allocator.get_kvcache()
     if not hasattr(pool, "get_kv_size_bytes"):
         return 0

@@ -84,6 +84,10 @@ def miscount_children(rig: Rig) -> None:
     inner_of(rig, "t:a").device_children += 1
 
 
+def miscount_copies(rig: Rig) -> None:
+    inner_of(rig, "t:a").host_children += 1
+
+
 def free_a_parent(rig: Rig) -> None:
     inner_of(rig, "t:a").component_data[0].value = None
 
@@ -110,6 +114,7 @@ def test_an_intact_tree_passes_as_cache_and_as_core() -> None:
         (offer_an_inner_node, "extra"),
         (leave_in_arena, "registered"),
         (miscount_children, "children on the device"),
+        (miscount_copies, "children with a host copy"),
         (free_a_parent, "is held by no tier"),
     ],
 )

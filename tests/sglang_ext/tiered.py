@@ -85,9 +85,9 @@ class TieredRig(Rig):
 
 @contextmanager
 def tiered(
-    folder: Path | None = None, public: list[list[int]] | None = None
+    folder: Path | None = None, public: list[list[int]] | None = None, cpu: int = CPU
 ) -> Iterator[TieredRig]:
-    """Yield a rig with HBM and CPU, and with the NVMe tier in ``folder``."""
+    """Yield a rig with HBM and ``cpu`` tokens of CPU, and with the NVMe tier in ``folder``."""
     enable_hicache()
     register_backend()
     extra = {
@@ -104,7 +104,7 @@ def tiered(
     }
     fields = {
         "enable_hierarchical_cache": True,
-        "hicache_ratio": CPU / HBM,
+        "hicache_ratio": cpu / HBM,
         "hicache_io_backend": "direct",
         "hicache_mem_layout": "layer_first",
         "served_model_name": "tiny",
