@@ -13,10 +13,13 @@ from sglang.srt.utils import kill_process_tree
 
 from sglang_ext.patches.hooks import Hook
 
-__all__ = ["GRACE_SECONDS", "shutdown_hooks"]
+__all__ = ["GRACE_SECONDS", "before_end", "shutdown_hooks"]
 
 GRACE_SECONDS = 6.0
 """How long running requests may still take after SIGTERM or Ctrl-C."""
+
+before_end: list[Callable[[], None]] = []
+"""Called when the deadline ends this process, which runs nothing else then."""
 
 _deadline_set = threading.Lock()
 
@@ -41,4 +44,8 @@ def _with_deadline(original: Callable[..., None], *args: Any, **kwargs: Any) -> 
 def _end() -> None:
     """End every child and this process; requests still running are cut off."""
     kill_process_tree(os.getpid(), include_parent=False)
-    os._exit(1)
+    try:
+        for save in before_end:
+            save()
+    finally:
+        os._exit(1)

@@ -7,6 +7,7 @@ SglangExtError                 catch this one
 ├── DemoModelError             the demo model could not be fetched or converted
 ├── FolderError                there is no folder to keep files in
 ├── StoreError                 the folder of the NVMe tier could not be opened
+├── UsageError                 the usage file could not be opened
 └── KeyRingError               the master key or the folder of wrapped keys cannot be used
 
 Results in the data path are values, never exceptions: a lost page means recompute.
@@ -21,6 +22,7 @@ __all__ = [
     "SglangExtError",
     "StoreError",
     "UnsupportedError",
+    "UsageError",
 ]
 
 
@@ -63,3 +65,7 @@ class StoreError(SglangExtError):
 
 class KeyRingError(SglangExtError):
     """The master key is missing, readable by others or not the one that wrapped the keys."""
+
+
+class UsageError(SglangExtError):
+    """The usage file cannot be used; the message says which file and why."""

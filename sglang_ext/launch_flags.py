@@ -34,6 +34,12 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--tenant-policy", type=Path, required=True, metavar="FILE", help="YAML tenant policy"
     )
+    parser.add_argument(
+        "--usage-db",
+        type=Path,
+        metavar="FILE",
+        help="SQLite file for usage by tenant and hour; without it usage is not kept",
+    )
     return parser.parse_known_args(argv)
 
 

@@ -5,19 +5,21 @@ refusal with one line. SGLang's processes import this module again, so the top s
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from sglang_ext import active
+from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import SglangExtError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
 from sglang_ext.policy_file import PolicyFile
 from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.policy import Policy
-from sglang_ext.tier_flags import check_tiers, set_cpu_size
+from sglang_ext.tier_flags import check_master_key, check_tiers, set_cpu_size
 from sglang_ext.warm_up import WarmUp
 
 __all__ = ["main"]
@@ -31,29 +33,34 @@ def main(argv: Sequence[str]) -> int:
     own, flags = own_arguments(argv)
     warm_up = WarmUp()
     try:
-        server_args = _prepare(own.tenant_policy, flags, warm_up)
+        recording.hand_over(own.usage_db)
+        server_args = _prepare(own, flags, warm_up)
     except SglangExtError as error:
         print(f"sglang_ext: {own.tenant_policy}: {error}", file=sys.stderr)
         return 2
     return _serve(server_args, warm_up)
 
 
-def _prepare(policy_path: Path, flags: Sequence[str], warm_up: WarmUp) -> Any:
+def _prepare(own: Namespace, flags: Sequence[str], warm_up: WarmUp) -> Any:
     """Return SGLang's resolved arguments, with hooks applied and the middleware in place."""
     from sglang_ext.patches.cpu_platform import activate
     from sglang_ext.patches.versions import check_version
 
     check_version()
     check_environment()
-    file = PolicyFile(policy_path.resolve())
-    policy = active.hand_over(file.read())
+    file = PolicyFile(own.tenant_policy.absolute())
+    text = file.read()
+    policy = active.hand_over(text)
+    file.accept(text)
+    check_master_key(policy)
     on_cpu = activate() is not None
     if on_cpu:
         _quiet_warnings()
     demo_model = None if "--model-path" in given_flags(flags) else _demo_model()
     argv = with_defaults(flags, policy, on_cpu=on_cpu, demo_model=demo_model)
     server_args = _resolve(argv, policy, given_flags(flags), on_cpu=on_cpu)
-    _extend_app(policy, warm_up)
+    _extend_app(policy, file, own.audit_log, warm_up)
+    _record(server_args)
     return server_args
 
 

@@ -2,14 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_ext.metrics import OTHER, HeldMetrics, TenantLabels
 from sglang_ext.observe.catalog import make
 from sglang_ext.observe.ghosts import GhostPages
-from sglang_ext.tier_metrics import TierMetrics, on_disk
-from sglang_ext.types import TenantId, Tier
+from sglang_ext.tier_metrics import TierMetrics, capacities, on_disk
+from sglang_ext.types import Owner, OwnerLimits, TenantId, Tier
 
 __all__ = ["SchedulerMetrics"]
 
@@ -29,6 +29,7 @@ class SchedulerMetrics:
         self._queue_time = make("queue_time_seconds")
         self._skipped = make("admissions_skipped_total")
         self._refused = make("admissions_refused_total")
+        self._preempted = make("preemptions_total")
         self._queued = make("queued_requests")
         self._deficit = make("deficit_tokens")
         self._quota = make("quota_tokens")
@@ -55,6 +56,10 @@ class SchedulerMetrics:
         """Count a request that was not taken."""
         self._refused.labels(self._labels.of(tenant, 0), reason).inc()
 
+    def preempted(self, tenant: TenantId, reason: str) -> None:
+        """Count a request that had begun and waits again."""
+        self._preempted.labels(self._labels.of(tenant, 0), reason).inc()
+
     def due(self, seconds: float) -> bool:
         """Tell whether ``seconds`` have gone by since this last returned True."""
         now = time.monotonic()
@@ -75,14 +80,20 @@ class SchedulerMetrics:
         held = {(owner, tier): usage.tokens for owner, tier, usage in cache.ledger}
         self._held.publish(held | on_disk(cache))
         self._tiers.publish(cache)
-        for owner in {owner for owner, _ in held if owner}:
-            limits = cache.limits(owner)
+        self._publish_limits(cache, {owner for owner, _ in held if owner})
+
+    def _publish_limits(self, cache: Any, owners: Iterable[Owner]) -> None:
+        """Publish quota and reserve of who has a label, in every tier that there is."""
+        tiers = capacities(cache)
+        for owner in owners:
             label = self._labels.of(owner, 0)
             if label == OTHER:
                 continue
-            if limits.quota is not None:
-                self._quota.labels(label, Tier.HBM.value).set(limits.quota)
-            self._reserve.labels(label, Tier.HBM.value).set(limits.reserve)
+            for tier in tiers:
+                limits = _limits(cache, owner, tier)
+                if limits.quota is not None:
+                    self._quota.labels(label, tier.value).set(limits.quota)
+                self._reserve.labels(label, tier.value).set(limits.reserve)
 
     def _set(self, gauge: Any, values: Mapping[TenantId, float]) -> None:
         """Set a gauge by tenant; who has no value now falls to 0, who has no label is summed."""
@@ -95,3 +106,10 @@ class SchedulerMetrics:
     def _labelled(self, values: Mapping[TenantId, float]) -> Iterator[tuple[str, float]]:
         for tenant, value in values.items():
             yield self._labels.of(tenant, 0), value
+
+
+def _limits(cache: Any, owner: Owner, tier: Tier) -> OwnerLimits:
+    limits: OwnerLimits = (
+        cache.store.limits(owner) if tier is Tier.NVME else cache.limits(owner, tier)
+    )
+    return limits

@@ -25,6 +25,8 @@ class Dialect(StrEnum):
     NATIVE = "native"
 
 
+# The page for people holds no data; what it asks for needs the admin key.
+_PAGE = frozenset({"/ext/ui", *(f"/ext/ui/{name}" for name in ("style.css", "app.js", "draw.js"))})
 _OPEN = frozenset({"/health", "/health_generate", "/ready", "/ping"})
 # Not /vertex_generate: SGLang does not check its fields, and a wrong one ends the scheduler.
 _TENANT = frozenset(
@@ -74,7 +76,7 @@ _DIALECTS = (
 
 def access_of(path: str) -> Access:
     """Return who may call ``path`` (decoded, without the root path and the query), in O(1)."""
-    if path in _OPEN:
+    if path in _OPEN or path in _PAGE:
         return Access.OPEN
     if path in _TENANT or _TENANT_PATTERN.fullmatch(path):
         return Access.TENANT

@@ -93,6 +93,9 @@ _ALL = (
         "usage_write_errors",
         "Failed writes of the usage file; what was not written is kept and tried again.",
     ),
+    _counter(
+        "audit_write_errors", "Lines that the audit log did not take; the server's log has them."
+    ),
     # The scheduler.
     _histogram(
         "queue_time_seconds",
@@ -112,6 +115,13 @@ _ALL = (
         "tenant",
         "reason",
     ),
+    _counter(
+        "preemptions",
+        "Requests that had begun and wait again, by reason: turn (a long prompt gave way between "
+        "two chunks) or class (memory or a place for a higher service class).",
+        "tenant",
+        "reason",
+    ),
     _gauge("queued_requests", "Requests that wait now.", "tenant"),
     _gauge(
         "deficit_tokens",
@@ -127,7 +137,7 @@ _ALL = (
     _gauge("held_tokens", "Tokens held now, running requests included.", "owner", "tier"),
     _gauge("quota_tokens", "Ceiling of an owner in tokens.", "owner", "tier"),
     _gauge("reserve_tokens", "Floor of an owner in tokens.", "owner", "tier"),
-    _gauge("tier_capacity_tokens", "Tokens that a tier can hold, all ranks together.", "tier"),
+    _gauge("tier_capacity_tokens", "Tokens that a tier can hold.", "tier"),
     _counter(
         "evicted_tokens",
         "Tokens that left a tier, by reason: quota, pressure, ttl or flush.",

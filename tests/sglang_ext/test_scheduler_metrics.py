@@ -29,7 +29,14 @@ def _cache(held: dict[str, int], limits: OwnerLimits = NO_LIMITS) -> SimpleNames
     ledger = Ledger()
     for owner, tokens in held.items():
         ledger.book(Owner(owner), Tier.HBM, tokens, 0)
-    return SimpleNamespace(ledger=ledger, limits=lambda owner: limits, store=None, evictions={})
+    return SimpleNamespace(
+        ledger=ledger,
+        limits=lambda owner, tier: limits,
+        store=None,
+        evictions={},
+        token_to_kv_pool_allocator=SimpleNamespace(size=1000),
+        host_pool_group=None,
+    )
 
 
 def test_what_happens_to_requests_is_counted(registry: CollectorRegistry) -> None:
@@ -67,6 +74,8 @@ def test_gauges_follow_queues_shares_and_holdings(registry: CollectorRegistry) -
     assert value("sglang_ext_held_tokens", owner) == 40
     assert value("sglang_ext_quota_tokens", owner) == 500
     assert value("sglang_ext_reserve_tokens", owner) == 100
+    assert value("sglang_ext_tier_capacity_tokens", {"tier": "hbm"}) == 1000
+    assert value("sglang_ext_tier_capacity_tokens", {"tier": "cpu"}) is None
     metrics.publish({}, {}, _cache({}))
     assert value("sglang_ext_queued_requests", {"tenant": "a"}) == 0
     assert value("sglang_ext_deficit_tokens", {"tenant": "b"}) == 0
