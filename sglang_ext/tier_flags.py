@@ -6,8 +6,17 @@ from typing import Any
 
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tiering.encryption import master_key
 
-__all__ = ["STORAGE_CONFIG", "check_tiers", "ranks", "set_cpu_size", "tier_flags", "tier_switches"]
+__all__ = [
+    "STORAGE_CONFIG",
+    "check_master_key",
+    "check_tiers",
+    "ranks",
+    "set_cpu_size",
+    "tier_flags",
+    "tier_switches",
+]
 
 _SWITCH = "--enable-hierarchical-cache"
 _STORAGE = "--hicache-storage-backend"
@@ -61,6 +70,13 @@ def set_cpu_size(server_args: Any, policy: Policy, given: Set[str]) -> None:
     """
     if policy.tiers.cpu is not None and not given & _SIZES:
         server_args.hicache_size = float(policy.tiers.cpu.size.amount) / 1e9 / ranks(server_args)
+
+
+def check_master_key(policy: Policy) -> None:
+    """Raise KeyRingError when the policy names a master key that cannot be used."""
+    nvme = policy.tiers.nvme
+    if nvme is not None and nvme.master_key is not None:
+        master_key(nvme.master_key)
 
 
 def check_tiers(server_args: Any) -> None:

@@ -47,6 +47,7 @@ def complete_storage_config(ctx: Any, policy: Policy) -> None:
         "kv_dtype": str(ctx.params.token_to_kv_pool_allocator.get_kvcache().dtype),
         "scales": kv_scales(runner.model),
         **given,
+        **({} if nvme.master_key is None else {"master_key": nvme.master_key}),
     }
     fields = {"hicache_storage_backend_extra_config": json.dumps(config)}
     get_context().override("sglang_ext.tiers", **fields)

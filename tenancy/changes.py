@@ -16,6 +16,7 @@ _TIER_FIELDS = (
     ("cpu", "size"),
     ("nvme", "size"),
     ("nvme", "path"),
+    ("nvme", "master_key"),
     ("remote", "backend"),
     ("remote", "master"),
     ("remote", "metadata"),

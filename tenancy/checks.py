@@ -18,6 +18,7 @@ _SIZED_TIERS = (Tier.HBM, Tier.CPU, Tier.NVME)
 def check_policy(policy: Policy) -> None:
     """Refuse a policy whose fields, each right by itself, contradict each other."""
     _check_tiers(policy.tiers)
+    _check_master_key(policy)
     for tenant in policy.tenants.values():
         _check_isolation(tenant, policy)
         _check_reserve_within_quota(tenant, policy.tiers)
@@ -33,6 +34,15 @@ def _check_tiers(tiers: TiersPolicy) -> None:
     if tiers.nvme is not None and tiers.cpu is None:
         problem = "set without tiers.cpu, expected both: pages reach the disk through host memory"
         raise PolicyError("tiers.nvme", problem)
+
+
+def _check_master_key(policy: Policy) -> None:
+    nvme = policy.tiers.nvme
+    asking = [tenant.name for tenant in policy.tenants.values() if tenant.encrypted]
+    if asking and nvme is not None and nvme.master_key is None:
+        expected = "expected a file of mode 0600 or env:NAME"
+        problem = f"missing, tenants.{asking[0]} is encrypted: {expected}"
+        raise PolicyError("tiers.nvme.master_key", problem)
 
 
 def _check_isolation(tenant: TenantPolicy, policy: Policy) -> None:

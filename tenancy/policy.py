@@ -127,6 +127,8 @@ class NvmeTier:
 
     size: Size
     path: Path
+    master_key: str | None = None
+    """Where the key lies that wraps the tenants' keys: a file of mode 0600, or env:NAME."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +225,7 @@ class TenantPolicy:
     max_queued: int = 256
     """Requests that may wait at once."""
     encrypt: bool = False
-    """Whether its pages are encrypted in the lower tiers."""
+    """Whether its pages are encrypted on the disk; see ``encrypted``."""
     gpus: tuple[int, ...] = ()
     """The GPUs of its own engine; set exactly when ``isolation`` is dedicated."""
     engine: EnginePolicy = EnginePolicy()
@@ -235,6 +237,11 @@ class TenantPolicy:
         if self.isolation is Isolation.SHARED:
             return Owner(f"g:{self.group}")
         return Owner(f"t:{self.name}")
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether its pages are encrypted on the disk: asked for, or part of its isolation."""
+        return self.encrypt or self.isolation in (Isolation.SEALED, Isolation.DEDICATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +263,8 @@ class Policy:
     metrics: MetricsPolicy = MetricsPolicy()
     document: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The file as plain data, as it was given: see ``tenancy.document``."""
+
+    @property
+    def encrypted_owners(self) -> frozenset[Owner]:
+        """Whose pages are encrypted on the disk; one member is enough for its whole group."""
+        return frozenset(tenant.owner for tenant in self.tenants.values() if tenant.encrypted)

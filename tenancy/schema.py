@@ -4,9 +4,11 @@ Sections that are merged over others (`defaults`, a tenant, its quota) stay dict
 are set; the others become the values of `sglang_ext.tenancy.policy`.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.fields import (
     ListOf,
     MapOf,
@@ -43,6 +45,8 @@ from sglang_ext.tenancy.policy import (
 
 __all__ = ["POLICY_FILE"]
 
+_HEX_KEY = re.compile(r"\s*[0-9a-fA-F]{32,}\s*")
+
 
 def _version(value: object, path: str) -> int:
     # `True == 1` in Python, so equality alone would let `version: true` pass.
@@ -53,6 +57,14 @@ def _version(value: object, path: str) -> int:
 
 def _path(value: object, path: str) -> Path:
     return Path(text(value, path))
+
+
+def _key_source(value: object, path: str) -> str:
+    source = text(value, path)
+    if _HEX_KEY.fullmatch(source):
+        # Not shown: it is a secret.
+        raise PolicyError(path, "found the key itself, expected a file of mode 0600 or env:NAME")
+    return source
 
 
 _ENGINE: Section[dict[str, Any]] = Section(
@@ -69,7 +81,11 @@ _TIERS = Section(
     {
         "hbm": Section(HbmTier, {"watermark": size}),
         "cpu": Section(CpuTier, {"size": byte_size}, required=("size",)),
-        "nvme": Section(NvmeTier, {"size": byte_size, "path": _path}, required=("size", "path")),
+        "nvme": Section(
+            NvmeTier,
+            {"size": byte_size, "path": _path, "master_key": _key_source},
+            required=("size", "path"),
+        ),
         "remote": Section(
             RemoteTier,
             {"backend": choice(RemoteBackend), "master": text, "metadata": text},

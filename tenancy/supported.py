@@ -22,17 +22,11 @@ class NotYet:
     """Only these values are missing; empty: the whole field, with all fields below it."""
 
 
-_TENANT_FIELDS = {
-    "encrypt": "sealed tenants",
-}
-
 _ISOLATION = {"sealed": "sealed tenants", "dedicated": "dedicated engines"}
 
 NOT_YET = (
     NotYet("engine.kv_scales", "FP8 pages"),
     NotYet("tiers.remote", "the remote tier"),
-    *(NotYet(f"defaults.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
-    *(NotYet(f"tenants.*.{field}", feature) for field, feature in _TENANT_FIELDS.items()),
     NotYet("tenants.*.gpus", "dedicated engines"),
     NotYet("tenants.*.engine", "dedicated engines"),
     *(

@@ -37,35 +37,55 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from sglang_ext.errors import KeyRingError
 from sglang_ext.types import Owner
 
-__all__ = ["KeyRing", "OwnerKey", "master_key_from_environment", "master_key_from_file"]
+__all__ = ["KeyRing", "OwnerKey", "master_key"]
 
 logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 _CHECK_OWNER = Owner("\0check")
+_FROM_ENVIRONMENT = "env:"
 _HOW = "64 hexadecimal digits (make one with: openssl rand -hex 32)"
 
 
-def master_key_from_file(path: Path) -> bytes:
-    """Read a master key; raises KeyRingError unless the file is private (0600) and well-formed."""
+def master_key(source: str) -> bytes:
+    """Read the master key from a file of mode 0600, or from the variable of ``env:NAME``.
+
+    Raises KeyRingError, which says what to do.
+    """
+    if source.startswith(_FROM_ENVIRONMENT):
+        return _from_environment(source.removeprefix(_FROM_ENVIRONMENT))
+    return _from_file(Path(source))
+
+
+def _from_file(path: Path) -> bytes:
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
-        raise KeyRingError(f"master key {path}: {error.strerror}") from error
+        raise KeyRingError(f"master key {path}: {error.strerror}, expected {_HOW}") from error
     if not stat.S_ISREG(mode) or mode & 0o077:
         found = f"{stat.S_IMODE(mode):04o}"
         raise KeyRingError(f"master key {path}: mode is {found}, must be 0600 (chmod 600 {path})")
-    return _master_key(text, f"master key {path}")
+    return _parsed(text, f"master key {path}")
 
 
-def master_key_from_environment(name: str) -> bytes:
-    """Read a master key from an environment variable; raises KeyRingError."""
+def _from_environment(name: str) -> bytes:
     text = os.environ.get(name)
     if text is None:
-        raise KeyRingError(f"master key: the environment variable {name} is not set")
-    return _master_key(text, f"master key in {name}")
+        problem = f"the environment variable {name} is not set"
+        raise KeyRingError(f"master key: {problem}, expected {_HOW}")
+    return _parsed(text, f"master key in {name}")
+
+
+def _parsed(text: str, where: str) -> bytes:
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise KeyRingError(f"{where}: expected {_HOW}")
+    return key
 
 
 class OwnerKey:
@@ -128,6 +148,10 @@ class KeyRing:
         except OSError as error:
             raise KeyRingError(f"folder of keys {folder}: {error}") from error
 
+    def holds(self, owner: Owner) -> bool:
+        """Tell whether ``owner`` has a key, readable or not."""
+        return self._path(owner).exists()
+
     def find(self, owner: Owner) -> OwnerKey | None:
         """Return the owner's key; None when it has none, it was destroyed or cannot be read."""
         with self._lock:
@@ -188,7 +212,7 @@ class KeyRing:
         path = self._path(owner)
         path.parent.mkdir(exist_ok=True, mode=0o700)
         nonce = os.urandom(_NONCE_BYTES)
-        draft = path.with_suffix(".new")
+        draft = path.with_suffix(f".{os.getpid()}.new")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(nonce + self._wrap.encrypt(nonce, data_key, owner.encode()))
             file.flush()
@@ -211,16 +235,6 @@ class KeyRing:
         # 256 folders keep each of them small even with a million owners.
         name = sha256(owner.encode()).hexdigest()
         return self._folder / name[:2] / f"{name[2:]}.key"
-
-
-def _master_key(text: str, where: str) -> bytes:
-    try:
-        key = bytes.fromhex(text.strip())
-    except ValueError:
-        key = b""
-    if len(key) != _KEY_BYTES:
-        raise KeyRingError(f"{where}: expected {_HOW}")
-    return key
 
 
 def _derive(key: bytes, salt: bytes, purpose: bytes) -> bytes:

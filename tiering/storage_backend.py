@@ -6,12 +6,13 @@
         "folder": "/var/lib/sglang-ext", "total_bytes": 2000000000000, "weights_hash": "..."}'
 
 Optional: ``kv_dtype`` and ``scales`` (what the pool's tensor type does not tell), ``depth``,
-``timeout_s``, ``encrypted_owners`` with ``master_key_file`` or ``master_key_env``.
+``timeout_s``, ``master_key`` (a file, or env:NAME), without which nothing can be encrypted.
 
 SGLang names pages by a hash and says no owner. The cache tells it first through ``note_owner``. A
 page without an owner is never written; to be read, it is looked for among the owners that are here.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -27,17 +28,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from sglang_ext.errors import StoreError, UnsupportedError
 from sglang_ext.tiering.caps import Caps
-from sglang_ext.tiering.encryption import (
-    KeyRing,
-    master_key_from_environment,
-    master_key_from_file,
-)
+from sglang_ext.tiering.encryption import KeyRing, master_key
 from sglang_ext.tiering.nvme_store import NvmeStore, StoreConfig
 from sglang_ext.tiering.page_format import Fingerprint
 from sglang_ext.tiering.transfers import PageRef, bytes_on_disk
 from sglang_ext.types import Owner
 
 __all__ = ["ExtStorage"]
+
+logger = logging.getLogger(__name__)
 
 _NOTES = 2**18
 """Owners of so many hashes are remembered: those on their way between the cache and the store."""
@@ -60,6 +59,8 @@ class ExtStorage(HiCacheStorage):
                 raise StoreError(f"NVMe tier: {name!r} is missing in the storage backend's config")
         self._owners: OrderedDict[str, Owner] = OrderedDict()
         self._owners_lock = threading.Lock()
+        self._encrypted: frozenset[Owner] = frozenset()
+        self._keys: KeyRing | None = None
         self._store: NvmeStore | None = None
 
     @property
@@ -82,15 +83,52 @@ class ExtStorage(HiCacheStorage):
             while len(self._owners) > _NOTES:
                 self._owners.popitem(last=False)
 
+    def encrypt(self, owners: Iterable[Owner]) -> None:
+        """Encrypt the pages of exactly these owners from now on.
+
+        What an owner has in the other form, from before a restart or a change of the policy, is
+        deleted: an owner has a key exactly while its pages are encrypted. O(owners + deleted).
+        Raises StoreError where there is no master key.
+        """
+        wanted = frozenset(owners)
+        if self._keys is None:
+            if wanted:
+                raise StoreError("NVMe tier: encrypted pages need a master_key in the config")
+            return
+        self._encrypted = wanted
+        for owner in {*wanted, *self.store.owners()}:
+            if self._keys.holds(owner) != (owner in wanted):
+                self.delete_owner(owner)
+        for owner in wanted:
+            self._keys.find_or_make(owner)
+
     def delete_owner(self, owner: Owner) -> int:
         """Delete every page of ``owner``, also those on their way here; return the bytes freed.
 
-        O(pages of the owner, notes).
+        Its key goes first, so that no copy of its encrypted pages can ever be read; the next page
+        gets a new one. O(pages of the owner, notes).
         """
         with self._owners_lock:
             for name in [name for name, noted in self._owners.items() if noted == owner]:
                 del self._owners[name]
+        self._destroy_key(owner)
         return self.store.delete_owner(owner)
+
+    def _destroy_key(self, owner: Owner) -> None:
+        if self._keys is None:
+            return
+        try:
+            self._keys.destroy(owner)
+        except OSError as error:
+            logger.warning("cannot destroy the key of %s: %s", owner, error)
+
+    def delete_pages(self, owner: Owner, hashes: Sequence[str]) -> int:
+        """Delete these pages of ``owner``, also on their way here; return the bytes freed."""
+        with self._owners_lock:
+            for name in hashes:
+                if self._owners.get(name) == owner:
+                    del self._owners[name]
+        return self.store.delete([PageRef(owner, bytes.fromhex(name)) for name in hashes])
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the folder for pages of this pool. Raises StoreError, KeyRingError."""
@@ -101,7 +139,10 @@ class ExtStorage(HiCacheStorage):
             raise UnsupportedError(f"NVMe tier: {type(mem_pool_host).__name__}: {error}") from error
         self._page_bytes = page.numel() * page.element_size()
         self.config = self._store_config(page)
-        self._store = NvmeStore(self.config, self._keyring())
+        if "master_key" in self._extra:
+            master = master_key(self._extra["master_key"])
+            self._keys = KeyRing(self.config.folder / "keys", master)
+        self._store = NvmeStore(self.config, self._keys)
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
@@ -232,7 +273,6 @@ class ExtStorage(HiCacheStorage):
     def _store_config(self, page: torch.Tensor) -> StoreConfig:
         config, extra, pool = self._ranks, self._extra, self.mem_pool_host
         rank = f"tp{config.tp_rank}of{config.tp_size}-pp{config.pp_rank}of{config.pp_size}"
-        encrypted = frozenset(extra.get("encrypted_owners", ()))
         return StoreConfig(
             folder=Path(extra["folder"]) / f"{rank}-dp{config.dp_rank}",
             fingerprint=Fingerprint(
@@ -250,20 +290,8 @@ class ExtStorage(HiCacheStorage):
             caps=Caps(total_bytes=int(extra["total_bytes"])),
             depth=extra.get("depth"),
             timeout_s=float(extra.get("timeout_s", 5.0)),
-            encrypted=lambda owner: owner in encrypted,
+            encrypted=lambda owner: owner in self._encrypted,
         )
-
-    def _keyring(self) -> KeyRing | None:
-        extra = self._extra
-        if "master_key_file" in extra:
-            master = master_key_from_file(Path(extra["master_key_file"]))
-        elif "master_key_env" in extra:
-            master = master_key_from_environment(extra["master_key_env"])
-        elif extra.get("encrypted_owners"):
-            raise StoreError("NVMe tier: encrypted_owners needs master_key_file or master_key_env")
-        else:
-            return None
-        return KeyRing(Path(extra["folder"]) / "keys", master)
 
 
 def _as_bytes(page: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,23 @@
 """From a policy's tiers to SGLang's flags: exact sizes, and a given flag wins."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_ext.errors import UnsupportedError
+from sglang_ext.errors import KeyRingError, UnsupportedError
 from sglang_ext.launch_flags import with_defaults
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.tenancy.policy import Policy
-from sglang_ext.tier_flags import STORAGE_CONFIG, check_tiers, ranks, set_cpu_size
+from sglang_ext.tier_flags import (
+    STORAGE_CONFIG,
+    check_master_key,
+    check_tiers,
+    ranks,
+    set_cpu_size,
+)
 
 _STORAGE = "--hicache-storage-backend"
 _CONFIG = "--hicache-storage-backend-extra-config"
@@ -128,3 +135,19 @@ def test_a_mode_that_the_store_cannot_serve_is_refused(changes: dict[str, Any], 
 
 def test_replicas_under_dp_attention_have_folders_of_their_own() -> None:
     check_tiers(args(dp_size=2, enable_dp_attention=True))
+
+
+def test_a_master_key_that_cannot_be_used_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    key = tmp_path / "key"
+    keyed = policy(f"{{cpu: {{size: 1GB}}, nvme: {{size: 1GB, path: /p, master_key: {key}}}}}")
+    with pytest.raises(KeyRingError, match="No such file"):
+        check_master_key(keyed)
+    key.write_text("ab" * 32)
+    key.chmod(0o644)
+    with pytest.raises(KeyRingError, match="chmod 600"):
+        check_master_key(keyed)
+    key.chmod(0o600)
+    check_master_key(keyed)
+    check_master_key(BOTH)

@@ -91,6 +91,11 @@ def test_no_prompt_is_shown() -> None:
             "tiers: {cpu: {size: 2GB}, nvme: {size: 4GB, path: /b}}",
             "tiers.nvme.path: found /b, in force is /a",
         ),
+        (
+            "tiers: {cpu: {size: 2GB}, nvme: {size: 4GB, path: /a, master_key: /k}}",
+            "tiers: {cpu: {size: 2GB}, nvme: {size: 4GB, path: /a}}",
+            "tiers.nvme.master_key: found nothing, in force is /k",
+        ),
         ("", "metrics: {tenants: top 5}", "metrics.tenants: found 5, in force is 50"),
         (
             "",

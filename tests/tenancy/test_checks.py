@@ -171,3 +171,28 @@ def test_the_reserve_of_a_group_counts_once() -> None:
     assert parse(f"tenants: {{{members}}}")
     text = message(f"tenants: {{{members}, a: {{reserve: {{hbm: 50%}}}}}}")
     assert text.startswith("tenants: reserve.hbm of all tenants sums to 110%")
+
+
+@pytest.mark.parametrize(
+    "tenant", ["encrypt: true", "isolation: sealed", "isolation: dedicated, gpus: [1]"]
+)
+def test_encrypted_pages_need_a_master_key(tenant: str) -> None:
+    tenants = f"tenants: {{a: {{}}, b: {{{tenant}}}}}\n"
+    expected = "tiers.nvme.master_key: missing, tenants.b is encrypted: expected a file"
+    assert message(DISK + tenants).startswith(expected)
+    keyed = DISK.replace("path: /kv", "path: /kv, master_key: /key")
+    assert parse(keyed + tenants).encrypted_owners == {"t:b"}
+    assert parse(tenants).tiers.nvme is None, "without a disk there is nothing to encrypt"
+
+
+def test_one_member_is_enough_to_encrypt_its_group() -> None:
+    keyed = DISK.replace("path: /kv", "path: /kv, master_key: 'env:KEY'")
+    members = "a: {isolation: shared, group: g}, b: {isolation: shared, group: g, encrypt: true}"
+    assert parse(f"{keyed}tenants: {{{members}}}").encrypted_owners == {"g:g"}
+
+
+def test_the_master_key_itself_is_refused_and_not_repeated() -> None:
+    secret = "ab" * 32
+    keyed = DISK.replace("path: /kv", f"path: /kv, master_key: '{secret}'")
+    assert "found the key itself" in message(keyed)
+    assert secret not in message(keyed)

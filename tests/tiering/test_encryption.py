@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.errors import KeyRingError
-from sglang_ext.tiering.encryption import (
-    KeyRing,
-    OwnerKey,
-    master_key_from_environment,
-    master_key_from_file,
-)
+from sglang_ext.tiering.encryption import KeyRing, OwnerKey, master_key
 from sglang_ext.types import Owner
 from tests.tiering.stores import ALICE, BOB, MASTER
 
@@ -44,7 +39,8 @@ def test_what_is_sealed_opens_again_even_after_a_restart(tmp_path: Path) -> None
     assert opened(again, parts) == b"secret"
 
 
-def test_trial_72_the_key_of_another_owner_does_not_open(tmp_path: Path) -> None:
+@pytest.mark.trial(72)
+def test_the_key_of_another_owner_does_not_open(tmp_path: Path) -> None:
     ring = KeyRing(tmp_path, MASTER)
     parts = sealed(make_key(ring, ALICE))
     assert opened(make_key(ring, BOB), parts) is None
@@ -63,7 +59,8 @@ def test_a_body_that_does_not_open_is_wiped(tmp_path: Path) -> None:
     assert bytes(body) == bytes(len(cipher))
 
 
-def test_trial_72_a_destroyed_key_never_comes_back(tmp_path: Path) -> None:
+@pytest.mark.trial(72)
+def test_a_destroyed_key_never_comes_back(tmp_path: Path) -> None:
     ring = KeyRing(tmp_path, MASTER)
     parts = sealed(make_key(ring, ALICE))
     ring.destroy(ALICE)
@@ -125,7 +122,7 @@ def test_master_key_from_a_private_file(tmp_path: Path) -> None:
     path = tmp_path / "master"
     path.write_text(HEX + "\n")
     path.chmod(0o600)
-    assert master_key_from_file(path) == MASTER
+    assert master_key(str(path)) == MASTER
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
@@ -134,7 +131,7 @@ def test_master_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -
     path.write_text(HEX)
     path.chmod(mode)
     with pytest.raises(KeyRingError, match="must be 0600"):
-        master_key_from_file(path)
+        master_key(str(path))
 
 
 @pytest.mark.parametrize("text", ["", "00", HEX[:-2], HEX + "00", "z" * 64, "ä" * 64])
@@ -145,22 +142,22 @@ def test_malformed_master_key_is_refused(
     path.write_text(text)
     path.chmod(0o600)
     with pytest.raises(KeyRingError, match="64 hexadecimal digits"):
-        master_key_from_file(path)
+        master_key(str(path))
     monkeypatch.setenv("MASTER", text)
     with pytest.raises(KeyRingError, match="64 hexadecimal digits"):
-        master_key_from_environment("MASTER")
+        master_key("env:MASTER")
 
 
 def test_missing_master_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyRingError, match="No such file"):
-        master_key_from_file(tmp_path / "none")
+        master_key(str(tmp_path / "none"))
     with pytest.raises(KeyRingError, match="NO_SUCH_NAME is not set"):
-        master_key_from_environment("NO_SUCH_NAME")
+        master_key("env:NO_SUCH_NAME")
 
 
 def test_master_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER", HEX)
-    assert master_key_from_environment("MASTER") == MASTER
+    assert master_key("env:MASTER") == MASTER
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ def test_round_trip(owner: Owner) -> None:
     assert parse_header(page) == PageHeader(FINGERPRINT.groups, owner, KEY, len(BODY), 5)
 
 
+@pytest.mark.trial(48)
+@pytest.mark.trial(49)
+@pytest.mark.trial(66)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -75,9 +78,7 @@ def test_round_trip(owner: Owner) -> None:
         ({"pp_size": 2}, Reject.OTHER_RANK),
     ],
 )
-def test_trials_48_49_66_a_page_of_another_engine_is_refused(
-    change: dict[str, object], reason: Reject
-) -> None:
+def test_a_page_of_another_engine_is_refused(change: dict[str, object], reason: Reject) -> None:
     page = make_page(fingerprint=replace(FINGERPRINT, **change))  # type: ignore[arg-type]
     assert decode(page, FINGERPRINT, ALICE, KEY) is reason
 
@@ -88,13 +89,15 @@ def test_fields_of_a_fingerprint_do_not_run_into_each_other() -> None:
     assert left.groups != right.groups
 
 
-def test_trial_63_a_whole_page_of_somebody_else_is_refused() -> None:
+@pytest.mark.trial(63)
+def test_a_whole_page_of_somebody_else_is_refused() -> None:
     assert decode(make_page(), FINGERPRINT, BOB, KEY) is Reject.OTHER_OWNER
     assert decode(make_page(), FINGERPRINT, ALICE, b"x" * 32) is Reject.OTHER_KEY
 
 
+@pytest.mark.trial(70)
 @pytest.mark.parametrize("field", FIELDS)
-def test_trial_70_one_flipped_bit_anywhere_is_refused(field: str) -> None:
+def test_one_flipped_bit_anywhere_is_refused(field: str) -> None:
     first, last = FIELDS[field]
     for place in range(first, min(last, first + 256)):
         for bit in range(8):

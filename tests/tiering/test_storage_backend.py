@@ -178,7 +178,8 @@ def test_owners_are_found_again_after_a_restart(tmp_path: Path) -> None:
     storage.close()
 
 
-def test_trial_63_a_noted_owner_never_reads_the_page_of_another(storage: ExtStorage) -> None:
+@pytest.mark.trial(63)
+def test_a_noted_owner_never_reads_the_page_of_another(storage: ExtStorage) -> None:
     storage.note_owner(keys_of(1), ALICE)
     storage.batch_set_v1(keys_of(1), indices(0))
     storage.note_owner(keys_of(1), BOB)
@@ -194,6 +195,9 @@ def test_clear_deletes_everything(storage: ExtStorage) -> None:
     assert storage.store.total_usage().owners == {}
 
 
+@pytest.mark.trial(48)
+@pytest.mark.trial(49)
+@pytest.mark.trial(66)
 @pytest.mark.parametrize(
     ("dtype", "layout", "changes"),
     [
@@ -204,7 +208,7 @@ def test_clear_deletes_everything(storage: ExtStorage) -> None:
         (torch.bfloat16, "layer_first", {"extra": {"scales": "other"}}),
     ],
 )
-def test_trials_48_49_66_another_engine_on_the_folder_finds_nothing(
+def test_another_engine_on_the_folder_finds_nothing(
     tmp_path: Path, dtype: torch.dtype, layout: str, changes: dict[str, Any]
 ) -> None:
     storage = make_storage(tmp_path, make_pool())
@@ -217,26 +221,96 @@ def test_trials_48_49_66_another_engine_on_the_folder_finds_nothing(
     other.close()
 
 
-def test_encrypted_owners_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extra = {"encrypted_owners": [ALICE]}
-    with pytest.raises(StoreError, match="needs master_key_file"):
-        make_storage(tmp_path, make_pool(), extra=extra)
-    with pytest.raises(KeyRingError, match="not set"):
-        make_storage(tmp_path, make_pool(), extra={**extra, "master_key_env": "NO_SUCH_NAME"})
+KEYED = {"extra": {"master_key": "env:MASTER"}}
+
+
+@pytest.fixture
+def _master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER", MASTER.hex())
+
+
+def on_disk(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def start_of(pool: Any, page: int) -> bytes:
+    found: bytes = content(pool, page).numpy().tobytes()[:32]
+    return found
+
+
+def test_encryption_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = make_storage(tmp_path, make_pool())
+    with pytest.raises(StoreError, match="need a master_key"):
+        storage.encrypt([ALICE])
+    storage.encrypt([])
+    storage.close()
+    monkeypatch.delenv("MASTER", raising=False)
+    with pytest.raises(KeyRingError, match="not set"):
+        make_storage(tmp_path, make_pool(), **KEYED)
+
+
+@pytest.mark.trial(72)
+@pytest.mark.usefixtures("_master")
+def test_only_who_asks_for_it_is_encrypted(tmp_path: Path) -> None:
     pool = make_pool()
-    storage = make_storage(tmp_path, pool, extra={**extra, "master_key_env": "MASTER"})
+    storage = make_storage(tmp_path, pool, **KEYED)
+    storage.encrypt([ALICE])
     for number, owner in enumerate([ALICE, BOB]):
         storage.note_owner(keys_of(number), owner)
     assert all(storage.batch_set_v1(keys_of(0, 1), indices(0, 1)))
     assert all(storage.batch_get_v1(keys_of(0, 1), indices(2, 3)))
     assert torch.equal(content(pool, 2), content(pool, 0))
     storage.close()
-    plain = content(pool, 0).numpy().tobytes()[:32]
-    open_text = content(pool, 1).numpy().tobytes()[:32]
-    stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*.slab"))
-    assert plain not in stored
-    assert open_text in stored
+    stored = on_disk(tmp_path)
+    for number, clear in enumerate([False, True]):
+        assert (start_of(pool, number) in stored) == clear
+        assert (bytes.fromhex(keys_of(number)[0]) in stored) == clear
+
+
+@pytest.mark.trial(72)
+@pytest.mark.usefixtures("_master")
+def test_a_deleted_owner_has_another_key_and_copies_of_its_pages_are_worthless(
+    tmp_path: Path,
+) -> None:
+    storage = make_storage(tmp_path, make_pool(), **KEYED)
+    storage.encrypt([ALICE])
+    storage.note_owner(keys_of(1), ALICE)
+    storage.batch_set_v1(keys_of(1), indices(0))
+    (slab,) = tmp_path.rglob("*.slab")
+    copy = slab.read_bytes()
+    assert storage.delete_owner(ALICE) > 0
+    storage.note_owner(keys_of(1), ALICE)
+    storage.batch_set_v1(keys_of(1), indices(1))
+    slab.write_bytes(copy)
+    assert storage.batch_get_v1(keys_of(1), indices(2)) == [False]
+    storage.close()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.usefixtures("_master")
+def test_what_lies_in_the_other_form_goes_when_the_policy_changes(
+    tmp_path: Path, first: bool, restart: bool
+) -> None:
+    pool = make_pool()
+    storage = make_storage(tmp_path, pool, **KEYED)
+    storage.encrypt([ALICE] if first else [])
+    for number, owner in enumerate([ALICE, BOB]):
+        storage.note_owner(keys_of(number), owner)
+    storage.batch_set_v1(keys_of(0, 1), indices(0, 1))
+    if restart:
+        storage.close()
+        storage = make_storage(tmp_path, pool, **KEYED)
+    storage.encrypt([] if first else [ALICE])
+    assert storage.store.owners() == [BOB]
+    assert start_of(pool, 0) not in on_disk(tmp_path)
+    storage.note_owner(keys_of(0), ALICE)
+    assert storage.batch_set_v1(keys_of(0), indices(0)) == [True]
+    assert (start_of(pool, 0) in on_disk(tmp_path)) == first
+    assert storage.batch_get_v1(keys_of(0, 1), indices(2, 3)) == [True, True]
+    storage.encrypt([] if first else [ALICE])
+    assert storage.batch_exists(keys_of(0, 1)) == 2, "said again, it changes nothing"
+    storage.close()
 
 
 def test_what_cannot_work_is_refused_with_a_reason(tmp_path: Path) -> None:

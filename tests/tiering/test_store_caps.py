@@ -25,7 +25,10 @@ ROUNDING = 8192
 """Blocks of a file that are not pages: the tree of its extents."""
 
 
-def test_trials_57_60_73_du_stays_under_the_cap_and_equals_the_books(tmp_path: Path) -> None:
+@pytest.mark.trial(57)
+@pytest.mark.trial(60)
+@pytest.mark.trial(73)
+def test_du_stays_under_the_cap_and_equals_the_books(tmp_path: Path) -> None:
     store = make_store(tmp_path, total=100 * SLOT_BYTES)
     for start in range(0, 500, 25):
         assert all(put(store, refs_of(ALICE, range(start, start + 25))))
@@ -38,7 +41,8 @@ def test_trials_57_60_73_du_stays_under_the_cap_and_equals_the_books(tmp_path: P
     store.close()
 
 
-def test_trial_57_a_full_folder_opened_with_a_smaller_cap_shrinks(tmp_path: Path) -> None:
+@pytest.mark.trial(57)
+def test_a_full_folder_opened_with_a_smaller_cap_shrinks(tmp_path: Path) -> None:
     with_room = make_store(tmp_path, total=100 * SLOT_BYTES)
     put(with_room, refs_of(ALICE, range(90)))
     with_room.close()

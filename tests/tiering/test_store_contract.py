@@ -73,7 +73,8 @@ def test_one_batch_may_span_owners(harness: Harness) -> None:
     assert set(harness.store.owners()) == {PUBLIC, ALICE}
 
 
-def test_trial_63_equal_keys_of_two_owners_are_two_pages(harness: Harness) -> None:
+@pytest.mark.trial(63)
+def test_equal_keys_of_two_owners_are_two_pages(harness: Harness) -> None:
     alice, bob = refs_of(ALICE, range(5)), refs_of(BOB, range(5))
     assert all(put(harness.store, alice))
     assert not any(harness.store.contains_batch(bob))

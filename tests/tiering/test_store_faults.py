@@ -59,8 +59,10 @@ def finish(store: NvmeStore) -> None:
     store.close()
 
 
+@pytest.mark.trial(65)
+@pytest.mark.trial(67)
 @BOTH
-def test_trials_65_67_a_failing_read_is_a_miss_and_a_count(tmp_path: Path, encrypted: bool) -> None:
+def test_a_failing_read_is_a_miss_and_a_count(tmp_path: Path, encrypted: bool) -> None:
     io = FaultyIO()
     store = make_store(tmp_path, io=io, encrypted=encrypted)
     put(store, REFS)
@@ -85,8 +87,9 @@ def test_a_short_read_is_truncated(tmp_path: Path) -> None:
     finish(store)
 
 
+@pytest.mark.trial(60)
 @pytest.mark.parametrize("call", ["write", "reserve"])
-def test_trial_60_a_full_disk_refuses_pages_and_goes_on(tmp_path: Path, call: str) -> None:
+def test_a_full_disk_refuses_pages_and_goes_on(tmp_path: Path, call: str) -> None:
     io = FaultyIO()
     store = make_store(tmp_path, io=io)
     io.errors[call] = errno.ENOSPC
@@ -98,7 +101,8 @@ def test_trial_60_a_full_disk_refuses_pages_and_goes_on(tmp_path: Path, call: st
     finish(store)
 
 
-def test_trial_60_a_disk_that_is_full_below_the_cap_keeps_taking_new_pages(tmp_path: Path) -> None:
+@pytest.mark.trial(60)
+def test_a_disk_that_is_full_below_the_cap_keeps_taking_new_pages(tmp_path: Path) -> None:
     io = FaultyIO()
     store = make_store(tmp_path, io=io)
     put(store, refs_of(ALICE, range(2000)))  # more than one reservation
@@ -113,10 +117,9 @@ def test_trial_60_a_disk_that_is_full_below_the_cap_keeps_taking_new_pages(tmp_p
     finish(store)
 
 
+@pytest.mark.trial(59)
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EROFS])
-def test_trial_59_a_file_that_refuses_writes_does_not_stop_new_pages(
-    tmp_path: Path, code: int
-) -> None:
+def test_a_file_that_refuses_writes_does_not_stop_new_pages(tmp_path: Path, code: int) -> None:
     io = FaultyIO()
     store = make_store(tmp_path, io=io, total=64 * SLOT_BYTES)
     old = refs_of(ALICE, range(4))  # half of the first file
@@ -132,8 +135,9 @@ def test_trial_59_a_file_that_refuses_writes_does_not_stop_new_pages(
     finish(store)
 
 
+@pytest.mark.trial(59)
 @pytest.mark.skipif(shutil.which("chattr") is None, reason="needs chattr")
-def test_trial_59_a_really_immutable_file(tmp_path: Path) -> None:
+def test_a_really_immutable_file(tmp_path: Path) -> None:
     store = make_store(tmp_path, total=64 * SLOT_BYTES)
     put(store, refs_of(ALICE, range(64)))
     oldest = slab_files(tmp_path)[0]
@@ -190,8 +194,9 @@ def test_a_page_that_cannot_be_deleted_stays_deleted(tmp_path: Path, clean: bool
     finish(store)
 
 
+@pytest.mark.trial(70)
 @BOTH
-def test_trial_70_a_stalled_disk_is_a_miss_and_touches_nothing_later(
+def test_a_stalled_disk_is_a_miss_and_touches_nothing_later(
     tmp_path: Path, encrypted: bool
 ) -> None:
     io = FaultyIO()
@@ -291,8 +296,9 @@ def test_a_page_deleted_while_it_is_read_frees_its_place_afterwards(tmp_path: Pa
     assert disk_bytes(tmp_path) == 8 * SLOT_BYTES
 
 
+@pytest.mark.trial(70)
 @BOTH
-def test_trial_70_one_flipped_bit_on_disk_is_a_miss(tmp_path: Path, encrypted: bool) -> None:
+def test_one_flipped_bit_on_disk_is_a_miss(tmp_path: Path, encrypted: bool) -> None:
     store = make_store(tmp_path, encrypted=encrypted)
     refs = refs_of(ALICE, range(40))
     put(store, refs)
@@ -325,7 +331,8 @@ def test_zero_filled_truncated_and_swapped_files(tmp_path: Path, encrypted: bool
     finish(store)
 
 
-def test_trial_63_files_of_two_stores_swapped_never_serve_the_other(tmp_path: Path) -> None:
+@pytest.mark.trial(63)
+def test_files_of_two_stores_swapped_never_serve_the_other(tmp_path: Path) -> None:
     for name, owner in (("one", ALICE), ("two", BOB)):
         store = make_store(tmp_path / name)
         put(store, refs_of(owner, range(8)))
@@ -361,7 +368,8 @@ def test_a_clock_that_jumps_loses_nothing(tmp_path: Path) -> None:
     finish(store)
 
 
-def test_trial_72_nothing_readable_and_no_prompt_hash_on_disk(tmp_path: Path) -> None:
+@pytest.mark.trial(72)
+def test_nothing_readable_and_no_prompt_hash_on_disk(tmp_path: Path) -> None:
     store = make_store(tmp_path, encrypted=True)
     put(store, REFS)
     store.flush()

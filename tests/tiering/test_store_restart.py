@@ -242,6 +242,9 @@ def test_a_disk_that_fails_at_the_start_is_refused_and_unlocked(tmp_path: Path) 
     store.close()
 
 
+@pytest.mark.trial(48)
+@pytest.mark.trial(49)
+@pytest.mark.trial(66)
 @pytest.mark.parametrize(
     "change",
     [
@@ -253,9 +256,7 @@ def test_a_disk_that_fails_at_the_start_is_refused_and_unlocked(tmp_path: Path) 
         {"tp_size": 2},
     ],
 )
-def test_trials_48_49_66_pages_of_another_engine_are_removed(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_pages_of_another_engine_are_removed(tmp_path: Path, change: dict[str, object]) -> None:
     store = make_store(tmp_path)
     put(store, REFS)
     store.close()
@@ -267,7 +268,8 @@ def test_trials_48_49_66_pages_of_another_engine_are_removed(
     store.close()
 
 
-def test_trial_49_new_weights_while_running(tmp_path: Path) -> None:
+@pytest.mark.trial(49)
+def test_new_weights_while_running(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     put(store, REFS)
     other = replace(FINGERPRINT, weights_hash="other")
@@ -299,7 +301,8 @@ def test_two_copies_of_a_page_count_once(tmp_path: Path) -> None:
     store.close()
 
 
-def test_trial_62_leftovers_and_foreign_files(tmp_path: Path) -> None:
+@pytest.mark.trial(62)
+def test_leftovers_and_foreign_files(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     put(store, REFS)
     store.close()
@@ -317,7 +320,8 @@ def test_trial_62_leftovers_and_foreign_files(tmp_path: Path) -> None:
     store.close()
 
 
-def test_trial_72_a_destroyed_key_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.trial(72)
+def test_a_destroyed_key_after_a_restart(tmp_path: Path) -> None:
     store = make_store(tmp_path, encrypted=True)
     alice, bob = refs_of(ALICE, range(5)), refs_of(BOB, range(5))
     put(store, alice + bob)
