@@ -84,3 +84,15 @@ class TenantFullComponent(FullComponent):
     def commit_hicache_transfer(self, node: Any, phase: Any, *args: Any, **kwargs: Any) -> None:
         super().commit_hicache_transfer(node, phase, *args, **kwargs)
         self.tree_core.book(node)
+
+    def redistribute_on_node_split(self, new_parent: Any, child: Any) -> None:
+        super().redistribute_on_node_split(new_parent, child)
+        if child.lifespan is not None:
+            self.tree_core.deadlines.split(child, new_parent)
+
+    def discard_deleted_session_leaf(self, node: Any) -> None:
+        # SGLang's own sessions are refused; at this moment a node still has parent and hashes.
+        if node.sessions is not None:
+            self.tree_core.sessions.left(node)
+        if node.lifespan is not None:
+            self.tree_core.deadlines.gone(node)

@@ -38,6 +38,8 @@ class TenantTreeNode(UnifiedTreeNode):
     host_children: int = 0
     sessions: dict[Any, None] | None = None
     lifespan: Any = None
+    sessions: dict[Any, None] | None = None
+    lifespan: Any = None
 
     owner = property(attrgetter("key.owner"), doc="Who owns the pages; the root has no owner.")
 

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_memory
 
 from sglang_ext import active
 from sglang_ext.errors import PolicyError, UnsupportedError
+from sglang_ext.lifespans import Lifespans
 from sglang_ext.prefix_cache import TenantRadixCache
 from sglang_ext.radix.component import TenantFullComponent
 from sglang_ext.radix.public import PublicPrefixes
@@ -77,6 +78,7 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
         cache.limit(quota_books(active.policy(), cache))
         cache.store = tenant_store(ctx, cache, active.policy())
         cache.residency = residency(active.policy(), cache)
+        cache.lifespans = Lifespans(cache, lifetimes(active.policy()))
     return cache
 
 
@@ -105,7 +107,7 @@ def residency(policy: Policy, cache: TenantRadixCache) -> Residency | None:
         problem = f"found {size}, but this engine does not say how many bytes a token takes"
         raise PolicyError("tiers.hbm.watermark", f"{problem}; expected a percentage or tokens")
     capacity = int(cache.token_to_kv_pool_allocator.size)
-    return Residency(cache, found, size.to_tokens(capacity, token_bytes * cache.tp_world_size))
+    return size.to_tokens(capacity, token_bytes * cache.tp_world_size)
 
 
 def _refuse_unsupported(ctx: Any, public: PublicPrefixes) -> None:

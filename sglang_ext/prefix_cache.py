@@ -2,26 +2,30 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.namespace import parse
 from sglang_ext.pins import PinAnswer, Pins
 from sglang_ext.quotas import Quotas
 from sglang_ext.radix.clock import SharedClock
-from sglang_ext.radix.ledger import Ledger
+from sglang_ext.radix.deadlines import Deadlines
 from sglang_ext.radix.host_copies import free_host_leaf
 from sglang_ext.radix.order import Reason
 from sglang_ext.radix.public import PublicPrefixes
+from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.victims import Eviction
 from sglang_ext.residency import Residency
+from sglang_ext.radix.sessions import SessionId, Sessions
 from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.removal import Flushed
+from sglang_ext.request_tag import NO_TAG, RequestTag
 from sglang_ext.tiers import TenantStore
+from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.types import Owner, OwnerLimits, Tier
 
 __all__ = ["Flushed", "TenantRadixCache"]
@@ -40,18 +44,22 @@ class TenantRadixCache(UnifiedRadixCache):
 
     ``tick`` must be called once per scheduler step, on every rank equally often.
     """
+    lifespans: Lifespans | None = None
+    """What ends pages at a time of their own; None: no request and no policy can give them one."""
 
     tree_core: Any
     store: TenantStore | None = None
+        self.sessions, self.deadlines = Sessions(), Deadlines()
     """The NVMe tier, once there is one."""
     residency: Residency | None = None
     """What moves pages down as they age; None: they leave only when room is needed."""
 
+        self.tree_core.sessions, self.tree_core.deadlines = self.sessions, self.deadlines
     def __init__(self, params: Any, public: PublicPrefixes | None = None) -> None:
         self.pins = Pins(self)
         super().__init__(params)
-        alone = self.tp_world_size == 1 and self.pp_size == 1
-        self.clock = SharedClock(None if alone else self._latest)
+        self._alone = self.tp_world_size == 1 and self.pp_size == 1
+        self.clock = SharedClock(self._agree)
         self.tree_core.clock = self.clock
         self.ledger: Ledger = self.tree_core.ledger
         self.ledger.bytes_per_token = _bytes_per_token(params.token_to_kv_pool_allocator)
@@ -64,6 +72,8 @@ class TenantRadixCache(UnifiedRadixCache):
 
         Pins whose time has come end here, hard quotas are enforced and pages age, with or without
         traffic.
+        if self.lifespans is not None:
+            self.lifespans.tick(now_ms)
         """
         now_ms = self.clock.tick()
         self.pins.expire(now_ms)
@@ -149,8 +159,21 @@ class TenantRadixCache(UnifiedRadixCache):
         Returns how many tokens are still too many, because they are locked or running.
         """
         return self._quotas.enforce(owner, Tier.HBM, incoming)
+        self._note_request(req, owner)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    def _note_request(self, req: Any, owner: Owner) -> None:
+        """Let the pages of a request know their session, and when they end. O(1) without either."""
+        tag: RequestTag = getattr(req, "kv_tag", NO_TAG)
+        if req.skip_radix_cache_insert or self.is_root(req.last_node):
+            return
+        node = self.tree_core.node_by_id(req.last_node)
+        if tag.session:
+            id = SessionId(tenant_of_id(req.rid), tag.session)
+            self.sessions.use(id, owner, node, self.clock.now_ms)
+        if self.lifespans is not None:
+            self.lifespans.used(node, owner, tag.ttl_ms)
+
         before = req.kv.cache_protected_len
         super().checkpoint(req, up_to=up_to, **kwargs)
         owner = self.owner_of(req)
@@ -178,6 +201,9 @@ class TenantRadixCache(UnifiedRadixCache):
     def _keeping_copy(self, node_id: int) -> Iterator[None]:
         """Within, a node keeps its copy in host memory: room for what continues it is made."""
         lock = self.inc_host_lock_ref(node_id).to_dec_params()
+        node = self.tree_core.node_by_id(node_id)
+        if node.lifespan is not None and node.lifespan.ttl_ms is not None:
+            return
         try:
             yield
         finally:
@@ -185,7 +211,6 @@ class TenantRadixCache(UnifiedRadixCache):
 
     def write_backup_storage(self, node_id: int) -> None:
         if self.store is not None:
-            node = self.tree_core.node_by_id(node_id)
             self.store.note_owner(node.hash_value or (), node.owner)
         super().write_backup_storage(node_id)
 
@@ -255,11 +280,19 @@ class TenantRadixCache(UnifiedRadixCache):
 
     @property
     def evictions(self) -> Mapping[Eviction, int]:
+        self.sessions.clear()
+        self.deadlines.clear()
         """Tokens evicted since the start by (owner, tier, reason)."""
         return self.tree_core.victims.evicted
 
     def reset(self) -> None:
         self.pins.forget()
+    def _agree(self, now_ms: int) -> int:
+        """Return the latest time of all ranks, which also agree on what is worth loading."""
+        mine = [now_ms, *self.worth.proposal()]
+        now, *greatest = mine if self._alone else self._greatest(mine)
+        self.worth.agree(greatest)
+        return now
         super().reset()
 
     def _latest(self, now_ms: int) -> int:
@@ -268,6 +301,8 @@ class TenantRadixCache(UnifiedRadixCache):
         self._all_reduce(stamp, torch.distributed.ReduceOp.MAX)
         return int(stamp.item())
 
+def _bytes_per_token(allocator: Any) -> int:
+    """Return the bytes of one token's KV over all layers of this rank, 0 when unknown."""
     def prefetch_from_storage(
         self,
         request: Any,
@@ -321,15 +356,11 @@ class TenantRadixCache(UnifiedRadixCache):
         return found
 
 
-def _bytes_per_token(allocator: Any) -> int:
-    """Return the bytes of one token's KV over all layers of this rank, 0 when unknown."""
-    def is_backuped(self, node_id: int) -> bool:
-        """Tell whether the disk may continue a node, which SGLang asks before it fetches.
-
-        A node in HBM counts: ``prefetch_from_storage`` copies it down again where its copy had to
-        make room.
-        """
-        return super().is_backuped(node_id) or Tier.HBM in self.tree_core.node_by_id(node_id).tiers
+    def _greatest(self, values: list[int]) -> list[int]:
+        """Return the greatest of all ranks for each value. One all-reduce."""
+        numbers = torch.tensor(values, dtype=torch.int64)
+        self._all_reduce(numbers, torch.distributed.ReduceOp.MAX)
+        return [int(number) for number in numbers.tolist()]
 
     def _copy_path_down(self, node_id: int) -> bool:
         """Begin the copies that a path in HBM lacks; tell whether its end has one now."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_ext.radix.order import Reason
-from sglang_ext.tenancy.policy import Policy, Ttl, TtlMode
+from sglang_ext.tenancy.policy import Policy, Ttl, TtlMode, TtlSince
 from sglang_ext.tiering.placement import Lifetime, Verdict, judge
 from sglang_ext.types import Owner, Tier
 
@@ -28,7 +28,8 @@ def lifetimes(policy: Policy) -> dict[Owner, Lifetime]:
 def _lifetime(ttl: Ttl) -> Lifetime:
     hbm, cpu, nvme = (round(seconds * 1000) for seconds in (ttl.hbm, ttl.cpu, ttl.nvme))
     strict = ttl.mode is TtlMode.STRICT
-    return Lifetime(hbm_ms=hbm, cpu_ms=cpu, nvme_ms=nvme, strict=strict)
+    fixed = ttl.since is TtlSince.CREATED
+    return Lifetime(hbm_ms=hbm, cpu_ms=cpu, nvme_ms=nvme, strict=strict, fixed=fixed)
 
 
 class Residency:

@@ -6,18 +6,19 @@ once it is built            TenantStore               caps and owners, what it h
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_ext.errors import UnsupportedError
-from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tenancy.policy import Policy, TtlSince
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tier_flags import STORAGE_CONFIG, ranks
 from sglang_ext.tiering.caps import Caps, Limit
 from sglang_ext.tiering.storage_backend import ExtStorage
+from sglang_ext.tiering.transfers import PageRef
 from sglang_ext.types import Owner, OwnerLimits, Tier
 from sglang_ext.weights import kv_scales, weights_hash
 
@@ -135,6 +136,19 @@ class TenantStore:
         self.backend.store.rebind(
             replace(self.backend.config.fingerprint, weights_hash=self._weights())
         )
+    def delete_pages(self, owner: Owner, hashes: Sequence[str]) -> int:
+        """Delete some pages of ``owner``; return the bytes freed. O(pages)."""
+        return self.backend.delete_pages(owner, hashes)
+
+    def holds(self, owner: Owner, hashes: Sequence[str]) -> list[bool]:
+        """Tell which pages of ``owner`` are here, from memory alone. O(pages)."""
+        refs = [PageRef(owner, bytes.fromhex(name)) for name in hashes]
+        return self.backend.store.contains_batch(refs)
+
+    def written(self, owner: Owner, page: str) -> float | None:
+        """Return when a page of an owner with a fixed lifetime came here; None if it did not."""
+        return self.backend.store.last_access(PageRef(owner, bytes.fromhex(page)))
+
 
     def _limit(self, limits: OwnerLimits) -> Limit:
         return Limit(

@@ -212,6 +212,18 @@ class NvmeStore:
         for owner in self.owners():
             self.delete_owner(owner)
 
+    def keep_age(self, owners: Iterable[Owner]) -> None:
+        """Let no use renew the pages of ``owners``: they age, and leave, by when they came."""
+        with self._lock:
+            self._space.fixed = frozenset(owners)
+
+    def last_access(self, ref: PageRef) -> float | None:
+        """Return when a page was used last (with ``keep_age``: stored); None where it is not."""
+        (name,) = self._transfers.names([ref], writing=False)
+        with self._lock:
+            entry = None if name is None else self._space.index.find(ref.owner, name)
+            return None if entry is None else entry.last_access
+
     def set_caps(self, caps: Caps) -> None:
         """Use other caps from now on, and evict what is above them."""
         with self._lock:

@@ -24,13 +24,15 @@ class Verdict(StrEnum):
 class Lifetime:
     """Milliseconds without use after which pages of an owner leave a tier.
 
-    ``strict``: at once. Otherwise an idle machine keeps them until the room is needed.
+    ``strict``: at once. Otherwise an idle machine keeps them until the room is needed. ``fixed``:
+    since they were computed, used or not.
     """
 
     hbm_ms: int
     cpu_ms: int
     nvme_ms: int
     strict: bool = False
+    fixed: bool = False
 
     def of(self, tier: Tier) -> int:
         """Return the lifetime in ``tier``."""

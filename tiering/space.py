@@ -7,6 +7,7 @@ sum never exceeds the cap, and is what ``du`` shows. Not thread-safe: the store 
 import errno
 import logging
 from collections import Counter
+from collections.abc import Collection
 
 from sglang_ext.tiering.caps import Caps, VictimOrder
 from sglang_ext.tiering.counters import Counters, reason_of
@@ -38,6 +39,7 @@ class Space:
         self.slabs = slabs
         self.index = index
         self.caps = caps
+        self.fixed: Collection[Owner] = frozenset()
         self._writer = writer
         self._counters = counters
         self._order = order
@@ -83,7 +85,9 @@ class Space:
         self._give_back(slot)
 
     def touch(self, owner: Owner, key: bytes, now: float) -> Entry | None:
-        """Find a page and mark it as used now."""
+        """Find a page and mark it as used now, unless its owner's pages age from the first day."""
+        if owner in self.fixed:
+            return self.index.find(owner, key)
         entry = self.index.touch(owner, key, now)
         if entry is not None and entry.last_access - entry.saved_access >= _TOUCH_GRANULARITY_S:
             self._save(owner, key, entry)
