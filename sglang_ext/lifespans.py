@@ -45,10 +45,6 @@ class Lifespans:
         """Let other times hold; a page that has an end already keeps it until its next use."""
         self._lifetimes = lifetimes
 
-    def use(self, lifetimes: Mapping[Owner, Lifetime]) -> None:
-        """Let other times hold from the next use or end of a page on."""
-        self._lifetimes = lifetimes
-
     def used(self, node: Any, owner: Owner, ttl_ms: int | None) -> None:
         """Note that a request used the path to ``node`` and asked for ``ttl_ms``, or did not.
 
