@@ -266,7 +266,11 @@ def _refusal(scheduling: TenantScheduling, scheduler: Any, req: Any) -> Refusal 
     message = _never_fits(scheduling, req, last_token(req)) if scheduling.limited else None
     if message is not None:
         return Refusal("too_large", HTTPStatus.BAD_REQUEST, message)
-    tenant = scheduling.tenant(tenant_of_id(req.rid))
+    name = tenant_of_id(req.rid)
+    if name not in scheduling.policy.tenants:
+        # It was on its way while its tenant was removed; what it left would belong to nobody.
+        return Refusal("removed", HTTPStatus.FORBIDDEN, "the tenant of this key was removed")
+    tenant = scheduling.tenant(name)
     queued = scheduling.backlog.counts(scheduler.waiting_queue).get(tenant.name, 0)
     if queued < tenant.max_queued:
         return None

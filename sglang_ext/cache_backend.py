@@ -29,7 +29,7 @@ from sglang_ext.tenancy.units import SizeUnit
 from sglang_ext.tiers import complete_storage_config, tenant_store
 from sglang_ext.types import Tier
 
-__all__ = ["BACKEND", "create_cache", "quota_books", "register_backend", "residency"]
+__all__ = ["BACKEND", "create_cache", "quota_books", "register_backend", "residency", "watermark"]
 
 BACKEND = "sglang_ext"
 
@@ -102,6 +102,11 @@ def residency(policy: Policy, cache: TenantRadixCache) -> Residency | None:
     found = lifetimes(policy)
     if cache.cache_controller is None and not any(life.strict for life in found.values()):
         return None
+    return Residency(cache, found, watermark(policy, cache))
+
+
+def watermark(policy: Policy, cache: TenantRadixCache) -> int:
+    """Return how many tokens of HBM are kept free. Raises PolicyError where nobody can tell."""
     size, token_bytes = policy.tiers.hbm.watermark, cache.ledger.bytes_per_token
     if size.unit is SizeUnit.BYTES and not token_bytes:
         problem = f"found {size}, but this engine does not say how many bytes a token takes"

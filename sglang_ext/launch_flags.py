@@ -40,6 +40,12 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="FILE",
         help="SQLite file for usage by tenant and hour; without it usage is not kept",
     )
+    parser.add_argument(
+        "--audit-log",
+        type=Path,
+        metavar="FILE",
+        help="who changed what, as JSON lines; without it they go to the server's log",
+    )
     return parser.parse_known_args(argv)
 
 

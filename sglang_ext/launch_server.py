@@ -7,6 +7,7 @@ refusal with one line. SGLang's processes import this module again, so the top s
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import SglangExtError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
+from sglang_ext.observe import recording
 from sglang_ext.policy_file import PolicyFile
 from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.policy import Policy
@@ -118,19 +120,47 @@ def _bind_threads(ranks: int) -> None:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = binding
 
 
-def _extend_app(policy: Policy, warm_up: WarmUp) -> None:
+def _extend_app(policy: Policy, file: PolicyFile, audit_log: Path | None, warm_up: WarmUp) -> None:
     """Add our routes to SGLang's application, and put authentication in front of all of them."""
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.http_routes import router
+    from sglang_ext.observe import routes
 
+    callers, metrics = Callers(policy), active.request_metrics()
+    _let_policy_change(app, file, callers, AuditLog(audit_log, metrics.audit_line_lost))
     app.include_router(router)
+    app.include_router(routes.router)
     app.add_middleware(
         TenantAuth,
-        callers=Callers(policy),
+        callers=callers,
         is_own_key=warm_up.is_own_key,
-        on_refused=active.request_metrics().refused,
+        on_refused=metrics.refused,
     )
+
+
+def _let_policy_change(app: Any, file: PolicyFile, callers: Callers, log: AuditLog) -> None:
+    """Take another policy over HTTP, or from the file at SIGHUP."""
+    from sglang_ext.leavers import Leavers
+    from sglang_ext.live_policy import LivePolicy
+    from sglang_ext.patches.admin_channel import ask_schedulers
+    from sglang_ext.patches.in_flight import abort_requests, requests_of
+    from sglang_ext.policy_routes import mount
+
+    leavers = Leavers(ask_schedulers, requests_of, abort_requests)
+    live = LivePolicy(file, callers, log, ask_schedulers, leavers)
+    signal.signal(signal.SIGHUP, live.hang_up)
+    mount(app, live, log, ask_schedulers)
+
+
+def _record(server_args: Any) -> None:
+    """Let finished requests be recorded, and what is left be written at the very end."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_ext.patches.shutdown import before_end
+
+    recording.record_requests(resolving_view(server_args).page_size)
+    before_end.append(recording.close)
 
 
 def _serve(server_args: Any, warm_up: WarmUp) -> int:
@@ -143,6 +173,7 @@ def _serve(server_args: Any, warm_up: WarmUp) -> int:
         return 130
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+        recording.close()
     return 0
 
 

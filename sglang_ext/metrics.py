@@ -178,6 +178,10 @@ class RequestMetrics:
         """Count a request that carried no valid key for its route."""
         self._metric("refused_requests_total").labels(str(status)).inc()
 
+    def audit_line_lost(self) -> None:
+        """Count a line that could not be written into the audit log."""
+        self._metric("audit_write_errors_total").inc()
+
     def first_token(self, tenant: str, seconds: float) -> None:
         """Record the time from arrival to the first token."""
         metric = self._metric("time_to_first_token_seconds")

@@ -30,6 +30,7 @@ def register() -> None:
     from sglang_ext.patches.tokenizer_manager import identity_hooks
     from sglang_ext.patches.versions import check_version
     from sglang_ext.patches.weight_updates import weight_update_hooks
+    from sglang_ext.policy_change import policy_operations
     from sglang_ext.public_prefixes import public_prefixes
 
     check_version()
@@ -38,7 +39,7 @@ def register() -> None:
         [
             *identity_hooks(active.request_metrics()),
             *namespace_hooks(active.policy),
-            *admin_channel_hooks(OPERATIONS),
+            *admin_channel_hooks({**OPERATIONS, **policy_operations()}),
             *refusal_status_hooks(),
             *scheduler_hooks(active.policy(), _scheduler_metrics),
             *shutdown_hooks(),

@@ -10,22 +10,26 @@ from sglang_ext.tenancy.loader import MAX_BYTES, policy_text
 
 __all__ = ["PolicyFile"]
 
-_CHANGED = "the policy file was changed since it was read; send SIGHUP to read it again"
+_CHANGED = "the policy file holds another policy than was in force; send SIGHUP to read it"
 
 
 class PolicyFile:
-    """Remembers what it last read or wrote, so that it never writes over somebody's edit."""
+    """Remembers the text that is in force, so that it never writes over somebody's edit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known = b""
 
     def read(self) -> str:
-        """Return the file's text. Raises PolicyError where it cannot be read as text."""
-        data = self._read()
-        text = policy_text(data)
-        self._known = data
-        return text
+        """Return the file's text. Raises PolicyError where it cannot be read as text.
+
+        Call ``accept`` once it is in force: until then it is somebody's edit.
+        """
+        return policy_text(self._read())
+
+    def accept(self, text: str) -> None:
+        """Note that this text is in force."""
+        self._known = text.encode("utf-8")
 
     def save(self, text: str) -> str | None:
         """Replace the file at one moment; the one before stays beside it as ``.bak``.

@@ -11,7 +11,7 @@ from sglang_ext.radix.shares import Shares
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.types import Owner, OwnerLimits, Tier
 
-__all__ = ["Quotas"]
+__all__ = ["Quotas", "check_books"]
 
 
 class Quotas:
@@ -21,8 +21,9 @@ class Quotas:
         """Raise UnsupportedError where the model keeps state that quotas cannot follow."""
         self._cache = cache
         self.shares: dict[Tier, Shares] = {}
+        books = list(books)
+        check_books(cache, books)
         for book in books:
-            _refuse_hybrid(cache, book)
             self.shares[book.tier] = Shares(
                 cache.ledger,
                 book.tier,
@@ -112,6 +113,12 @@ class Quotas:
             self._cache.evict(EvictParams(num_tokens=tokens))
         else:
             self._cache.evict_host(tokens)
+
+
+def check_books(cache: Any, books: Iterable[QuotaBook]) -> None:
+    """Raise UnsupportedError where the model keeps state that these quotas cannot follow."""
+    for book in books:
+        _refuse_hybrid(cache, book)
 
 
 def _refuse_hybrid(cache: Any, book: QuotaBook) -> None:

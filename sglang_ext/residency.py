@@ -54,6 +54,10 @@ class Residency:
         self._lowest = Tier.NVME if cache.store is not None else self._tiers[-1]
         cache.tree_core.victims.expire(self._is_expired)
 
+    def use(self, lifetimes: Mapping[Owner, Lifetime], watermark: int) -> None:
+        """Let other times hold from the next tick on, for pages that are there already too."""
+        self._lifetimes, self._watermark = lifetimes, watermark
+
     def tick(self, now_ms: int) -> None:
         """Free what is over, and find who has expired leaves.
 

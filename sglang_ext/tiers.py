@@ -47,8 +47,8 @@ def complete_storage_config(ctx: Any, policy: Policy) -> None:
         "weights_hash": _weights(ctx),
         "kv_dtype": str(ctx.params.token_to_kv_pool_allocator.get_kvcache().dtype),
         "scales": kv_scales(runner.model),
-        **given,
         **({} if nvme.master_key is None else {"master_key": nvme.master_key}),
+        **given,
     }
     fields = {"hicache_storage_backend_extra_config": json.dumps(config)}
     get_context().override("sglang_ext.tiers", **fields)
@@ -83,17 +83,30 @@ class TenantStore:
         self.backend = backend
         self.bytes_per_token = backend.bytes_per_token
         self._weights = weights
-        total = backend.config.caps.total_bytes
-        self._book = QuotaBook(
-            policy, Tier.NVME, total // self.bytes_per_token, backend.bytes_per_token
-        )
-        self._caps = Caps(
-            total_bytes=total,
-            limits={owner: self._limit(limits) for owner, limits in self._book.owners.items()},
+        self._total = backend.config.caps.total_bytes
+        self.use(policy, self.book(policy))
+
+    def book(self, policy: Policy) -> QuotaBook:
+        """Return what owners may hold here; raises PolicyError where the policy does not fit."""
+        tokens = self._total // self.bytes_per_token
+        return QuotaBook(policy, Tier.NVME, tokens, self.bytes_per_token)
+
+    def use(self, policy: Policy, book: QuotaBook) -> None:
+        """Let these limits hold from now on; what is above a hard one leaves at once."""
+        self._book = book
+        caps = Caps(
+            total_bytes=self._total,
+            limits={owner: self._limit(limits) for owner, limits in book.owners.items()},
             # Who is no longer in the policy file gives first.
             default=Limit(quota_bytes=0),
         )
-        backend.store.set_caps(self._caps)
+        self.backend.store.set_caps(caps)
+        self.backend.encrypt(policy.encrypted_owners)
+        self.backend.store.keep_age(
+            tenant.owner
+            for tenant in policy.tenants.values()
+            if tenant.ttl.since is TtlSince.CREATED
+        )
 
     def limits(self, owner: Owner) -> OwnerLimits:
         """Return what ``owner`` may hold here, in tokens."""
@@ -123,19 +136,6 @@ class TenantStore:
         """Delete every page of ``owner``; return the bytes freed. O(pages of the owner)."""
         return self.backend.delete_owner(owner)
 
-    def weights_changed(self, flushed: bool) -> None:
-        """Serve nothing that former weights computed.
-
-        ``flushed``: no page of theirs is left above or on its way down. Otherwise nothing is read
-        or written from here until the server starts again.
-        """
-        if not flushed:
-            logger.warning("weights changed without a flush: the NVMe tier is off until a restart")
-            self.backend.close()
-            return
-        self.backend.store.rebind(
-            replace(self.backend.config.fingerprint, weights_hash=self._weights())
-        )
     def delete_pages(self, owner: Owner, hashes: Sequence[str]) -> int:
         """Delete some pages of ``owner``; return the bytes freed. O(pages)."""
         return self.backend.delete_pages(owner, hashes)
@@ -149,6 +149,19 @@ class TenantStore:
         """Return when a page of an owner with a fixed lifetime came here; None if it did not."""
         return self.backend.store.last_access(PageRef(owner, bytes.fromhex(page)))
 
+    def weights_changed(self, flushed: bool) -> None:
+        """Serve nothing that former weights computed.
+
+        ``flushed``: no page of theirs is left above or on its way down. Otherwise nothing is read
+        or written from here until the server starts again.
+        """
+        if not flushed:
+            logger.warning("weights changed without a flush: the NVMe tier is off until a restart")
+            self.backend.close()
+            return
+        self.backend.store.rebind(
+            replace(self.backend.config.fingerprint, weights_hash=self._weights())
+        )
 
     def _limit(self, limits: OwnerLimits) -> Limit:
         return Limit(

@@ -26,7 +26,9 @@ class Dialect(StrEnum):
 
 
 # The page for people holds no data; what it asks for needs the admin key.
-_PAGE = frozenset({"/ext/ui", *(f"/ext/ui/{name}" for name in ("style.css", "app.js", "draw.js"))})
+_PAGE = frozenset(
+    {"/ext/ui", "/ext/ui/", "/ext/ui/app.js", "/ext/ui/draw.js", "/ext/ui/style.css"}
+)
 _OPEN = frozenset({"/health", "/health_generate", "/ready", "/ping"})
 # Not /vertex_generate: SGLang does not check its fields, and a wrong one ends the scheduler.
 _TENANT = frozenset(
@@ -64,6 +66,7 @@ _TENANT = frozenset(
         "/api/generate",
         "/api/tags",
         "/api/show",
+        "/ext/v1/usage",
     }
 )
 _TENANT_PATTERN = re.compile(r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?")

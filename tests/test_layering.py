@@ -18,6 +18,7 @@ _IMPORT_SGLANG = {
     "sglang_ext/cache_backend.py",
     "sglang_ext/launch_server.py",
     "sglang_ext/pins.py",
+    "sglang_ext/policy_change.py",
     "sglang_ext/prefix_cache.py",
     "sglang_ext/public_prefixes.py",
     "sglang_ext/quotas.py",
@@ -40,6 +41,7 @@ _IMPORT_SGLANG = {
     "patches/cpu_platform_class.py",
     "patches/hicache_cpu.py",
     "patches/hooks.py",
+    "patches/in_flight.py",
     "patches/schedule_policy.py",
     "patches/shutdown.py",
 }
