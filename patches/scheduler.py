@@ -1,8 +1,8 @@
 """Hooks on the scheduler: no request enters the queue without a namespace.
 
 SGLang has no cache key in embedding requests, so that they would all meet in one namespace. Their
-id carries the tenant (``tenancy.identity``), and this is where it takes effect; so does a client's
-wish to leave nothing in the cache.
+id carries the tenant (``tenancy.identity``), and this is where it takes effect; so do a client's
+wish to leave nothing in the cache, and its session and shorter lifetime (``request_tag``).
 """
 
 from collections.abc import Callable
@@ -14,13 +14,16 @@ from sglang_ext.patches.hooks import Hook
 from sglang_ext.patches.retraction import retraction_hooks
 from sglang_ext.patches.schedule_policy import policy_hooks
 from sglang_ext.patches.scheduling import SchedulerObserver, TenantScheduling, scheduling_hooks
+from sglang_ext.request_tag import detach
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.types import SYSTEM_TENANT, Owner
 
 __all__ = ["namespace_hooks", "scheduler_hooks"]
 
-_TARGET = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_QUEUE = ("self", "req", "is_retracted")
+_CREATE = ("self", "recv_req", "args", "kwargs")
 
 
 def namespace_hooks(policy: Callable[[], Policy]) -> list[Hook]:
@@ -38,7 +41,19 @@ def namespace_hooks(policy: Callable[[], Policy]) -> list[Hook]:
             req.skip_radix_cache_insert = True
         original(scheduler, req, is_retracted)
 
-    return [Hook(_TARGET, add_request_to_queue, ("self", "req", "is_retracted"))]
+    return [
+        Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, _QUEUE),
+        Hook(f"{_SCHEDULER}._create_generation_req", _create_generation_req, _CREATE),
+    ]
+
+
+def _create_generation_req(
+    original: Callable[..., Any], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Take the tag off the cache key before anybody reads the key, and keep it with the request."""
+    req = original(scheduler, recv_req, *args, **kwargs)
+    req.kv_tag, req.extra_key = detach(req.extra_key)
+    return req
 
 
 def scheduler_hooks(policy: Policy, observer: Callable[[], SchedulerObserver]) -> list[Hook]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sglang_ext.namespace import parse
 from sglang_ext.patches.hooks import Hook
+from sglang_ext.request_tag import detach
 from sglang_ext.tenancy.identity import (
     Identity,
     apply_identity,
@@ -103,7 +104,8 @@ def _collect_metrics(
 
 def _facts(state: Any) -> RequestFacts:
     stats = state.time_stats
-    once = parse(getattr(state.obj, "extra_key", None)).once
+    _, extra_key = detach(getattr(state.obj, "extra_key", None))
+    once = parse(extra_key).once
     seconds = stats.get_first_token_latency() if stats.first_token_time > 0 else None
     return RequestFacts(not once, seconds)
 

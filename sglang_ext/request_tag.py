@@ -41,9 +41,9 @@ def attach(tag: RequestTag, extra_key: str) -> str:
     return f"{_MARK}{len(text)}:{text}{extra_key}"
 
 
-def detach(extra_key: str) -> tuple[RequestTag, str]:
+def detach(extra_key: str | None) -> tuple[RequestTag, str | None]:
     """Undo ``attach``; a key without a tag is returned as it is."""
-    if not extra_key.startswith(_MARK):
+    if extra_key is None or not extra_key.startswith(_MARK):
         return NO_TAG, extra_key
     length, _, rest = extra_key[len(_MARK) :].partition(":")
     ttl, _, session = rest[: int(length)].partition("/")

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_ext.namespace import frame, parse
 from sglang_ext.patches.scheduler import namespace_hooks
 from sglang_ext.patches.tokenizer_manager import RequestFacts, identity_hooks
-from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
+from sglang_ext.request_tag import NO_TAG, RequestTag, attach, detach
+from sglang_ext.tenancy.identity import SYSTEM, Identity, apply_identity, current_identity
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.types import Owner, TenantId
 
@@ -262,3 +264,23 @@ def test_the_scheduler_knows_what_the_hook_sets() -> None:
     request = Req("a/x", "", array("q", [1]), SamplingParams(), lora_id="f" * 32, extra_key=key)
     assert parse(request.extra_key) == ("t:a", "", "", "f" * 32)
     assert request.skip_radix_cache_insert is False
+
+
+def test_the_tag_of_a_request_comes_off_before_its_key_is_used() -> None:
+    tag, key = RequestTag("chat", 500), frame(Owner("t:a"), "k")
+
+    def original(scheduler: Any, received: Any, *args: Any, **kwargs: Any) -> Req:
+        return Req("a/x", "", array("q", [1]), SamplingParams(), **kwargs)
+
+    create = _hook("_create_generation_req")
+    tagged = create(original, None, None, lora_id="e" * 32, extra_key=attach(tag, key))
+    assert (tagged.kv_tag, tagged.extra_key) == (tag, key + "e" * 32)
+    plain = create(original, None, None, extra_key=key)
+    assert (plain.kv_tag, plain.extra_key) == (NO_TAG, key)
+
+
+def test_every_part_of_a_batch_carries_the_tag() -> None:
+    request = GenerateReqInput(text=["x", "y"], extra_key=["k", "l"])
+    apply_identity(request, replace(_A, tag=RequestTag("chat")))
+    request.normalize_batch_and_arguments()
+    assert [detach(request[part].extra_key)[0].session for part in range(2)] == ["chat", "chat"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.request_tag import RequestTag
 from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
 from sglang_ext.tenancy.keys import digest
@@ -351,3 +352,21 @@ def test_another_policy_decides_from_its_moment_on() -> None:
 
 def test_the_key_that_was_sent_can_be_told_by_its_fingerprint() -> None:
     assert _identity("/flush_cache", {"x-api-key": "key-admin"}).key == digest("key-admin")[:15]
+
+
+@pytest.mark.parametrize(
+    ("header", "value"), [("X-Session-Id", "a/b"), ("X-KV-TTL", "soon")], ids=lambda text: text
+)
+def test_a_wrong_wish_is_refused_before_anything_is_computed(header: str, value: str) -> None:
+    answer = _ask("/v1/chat/completions", {**_BEARER, header: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_header"
+    assert header in answer.json()["error"]["message"]
+    assert _ask("/v1/messages", {**_BEARER, header: value}).json()["error"]["type"] == (
+        "invalid_request_error"
+    )
+
+
+def test_the_wishes_of_a_request_go_with_its_identity() -> None:
+    headers = {**_BEARER, "X-Session-Id": "chat", "X-KV-TTL": "30s"}
+    assert _identity("/generate", headers).tag == RequestTag("chat", 30_000)
