@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
 
 from sglang_ext.types import PUBLIC
 
-__all__ = ["boundary_seed", "node_hashes", "turns_private"]
+__all__ = ["boundary_seed", "node_hashes", "text_hashes", "turns_private"]
 
 
 def boundary_seed(last_public: str, extra_key: str, cache_salt: str | None) -> str:
@@ -32,4 +32,18 @@ def node_hashes(node: Any, page_size: int) -> list[str]:
     key = node.key
     seed = boundary_seed(node.parent.hash_value[-1], key.extra_key, key.cache_salt)
     hashes: list[str] = get_hash_str(key, seed, page_size=page_size)
+    return hashes
+
+
+def text_hashes(key: Any, page_size: int) -> list[str]:
+    """Return the page hashes of a whole text, whether or not a tree holds it. O(tokens)."""
+    public = max(0, key.public)
+    hashes: list[str] = []
+    seed = storage_namespace_seed(key.extra_key, key.cache_salt)
+    if public:
+        hashes += get_hash_str(key[:public], None, page_size=page_size)
+        if public < len(key):
+            seed = boundary_seed(hashes[-1], key.extra_key, key.cache_salt)
+    if public < len(key):
+        hashes += get_hash_str(key[public:], seed, page_size=page_size)
     return hashes

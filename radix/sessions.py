@@ -40,7 +40,7 @@ class Text(NamedTuple):
 
 
 class Session:
-    """One conversation. ``lost``: hashes of its pages that left memory, oldest first. ``text``:
+    """One conversation. ``anchors``: the last used one is the last. ``lost``: hashes of its pages that left memory, oldest first. ``text``:
     what it said last, kept once a part of it left memory, None while all is there."""
 
     __slots__ = ("anchors", "id", "lost", "owner", "text", "used_ms")
@@ -144,6 +144,7 @@ class Sessions:
         if node.sessions is None:
             node.sessions = {}
         node.sessions[session] = None
+        session.anchors.pop(node, None)
         session.anchors[node] = None
 
     @staticmethod

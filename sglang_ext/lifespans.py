@@ -87,7 +87,8 @@ class Lifespans:
             return int(node.access_ms)
         written = cache.store.written(node.owner, node.hash_value[0])
         age_s = 0.0 if written is None else max(0.0, self._wall_clock() - written)
-        return int(node.access_ms - cache.most_of_all_ranks(round(age_s * 1000)))
+        (age_ms,) = cache.most_of_all_ranks([round(age_s * 1000)])
+        return int(node.access_ms - age_ms)
 
     def _ends(self, node: Any) -> dict[Tier | None, int]:
         """Return when the pages leave HBM and CPU, and under None every tier."""

@@ -1,5 +1,6 @@
 """Pinned prefixes: pages that stay in HBM until a time, within what their owner may hold."""
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
@@ -70,6 +71,12 @@ class Pins:
         for pin in pins:
             self.remove(pin)
         return len(pins)
+
+    def remove_at(self, nodes: Iterable[Any]) -> None:
+        """Undo the pins that end at one of ``nodes``. O(pins + nodes)."""
+        ids = {node.id for node in nodes if node.pins}
+        for pin in [pin for pin, held in self._pins.items() if held.node_id in ids]:
+            self.remove(pin)
 
     def expire(self, now_ms: int) -> None:
         """Undo the pins whose time has come. O(1) when there is none."""

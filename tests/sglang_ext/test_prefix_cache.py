@@ -11,11 +11,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_ext.fetching import LEAST_FETCH
 from sglang_ext.namespace import SYSTEM_OWNER
-from sglang_ext.prefix_cache import _bytes_per_token
+from sglang_ext.prefix_cache import TenantRadixCache, _bytes_per_token
 from sglang_ext.radix.hashes import boundary_seed
 from sglang_ext.radix.integrity import check_integrity
 from sglang_ext.radix.key import SYSTEM_NAMESPACE
+from sglang_ext.request_tag import NO_TAG
 from sglang_ext.types import PUBLIC, Owner, Tier
 from tests.radix.caches import Rig, make_rig, namespace
 
@@ -27,7 +29,8 @@ class Request:
     """A request as far as the cache sees it, with its own row and slots."""
 
     rid, session, session_id, priority, kv_rotation_base = "r", None, None, 0, None
-    cache_salt, lock, last_node = None, None, None
+    kv_tag = NO_TAG
+    cache_salt, lock, last_node, skip_radix_cache_insert = None, None, None, False
 
     def __init__(self, rig: Rig, prompt: list[int], extra_key: str | None, row: int) -> None:
         self.rig, self.extra_key = rig, extra_key
@@ -123,13 +126,15 @@ def test_a_tick_takes_the_latest_time_of_all_ranks(monkeypatch: pytest.MonkeyPat
     rig = make_rig(256, PAGE)
     reduced = []
 
-    def all_reduce(stamp: torch.Tensor, op: Any) -> None:
-        reduced.append((stamp.item(), op))
-        stamp.fill_(stamp.item() + 5)
+    def all_reduce(numbers: torch.Tensor, op: Any) -> None:
+        reduced.append((numbers[0].item(), op))
+        numbers += 5
 
     monkeypatch.setattr(rig.cache, "_all_reduce", all_reduce)
-    assert rig.cache._latest(100) == 105
+    monkeypatch.setattr(rig.cache, "_alone", False)
+    assert rig.cache._agree(100) == 105
     assert reduced == [(100, torch.distributed.ReduceOp.MAX)]
+    assert rig.cache.worth.least == {Tier.CPU: 6, Tier.NVME: LEAST_FETCH + 5}
 
 
 @pytest.fixture
@@ -152,12 +157,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((list(tokens), last_hash, extra_key, cache_salt))
 
     monkeypatch.setattr(UnifiedRadixCache, "prefetch_from_storage", prefetch)
+    # This cache has no host memory.
+    monkeypatch.setattr(TenantRadixCache, "_copy_path_down", lambda self, node: True)
     return calls
 
 
 def fetch(rig: Rig, text: list[int], extra_key: str | None, salt: str | None = None) -> None:
     found = rig.match(text, "t:a") if extra_key else rig.match(text, SYSTEM_OWNER)
     start = found.device_prefix_len
+    rig.cache.enable_storage = True
+    rig.cache.worth.agree([1, 1, 0])
     rig.cache.prefetch_from_storage(
         None,
         found.last_device_node,
