@@ -18,13 +18,18 @@ from sglang_ext.types import Owner
 __all__ = [
     "ALICE",
     "BOB",
+    "BODY_BYTES",
     "FINGERPRINT",
     "MASTER",
     "SLOT_BYTES",
     "FakeClock",
     "FaultyIO",
     "body_of",
+    "check_books",
+    "damage",
     "disk_bytes",
+    "finish",
+    "flip",
     "get",
     "make_store",
     "put",
@@ -164,3 +169,36 @@ def slab_files(folder: Path) -> list[Path]:
 def disk_bytes(folder: Path) -> int:
     """Return what ``du`` shows for the pages."""
     return sum(path.stat().st_blocks * 512 for path in slab_files(folder))
+
+
+def check_books(store: NvmeStore, folder: Path, total: int | None = None) -> None:
+    """Assert that the books are right, below the cap, and what ``du`` shows."""
+    store.check_integrity()
+    usage = store.total_usage().total
+    assert total is None or usage <= total
+    # Beside its pages a file may hold the tree of its extents.
+    assert abs(disk_bytes(folder) - usage) <= 8192 * len(slab_files(folder))
+
+
+def finish(store: NvmeStore) -> None:
+    """Assert that the books are right and the store still works after a fault; close it."""
+    fresh = refs_of(BOB, range(900, 904))
+    assert all(put(store, fresh))
+    assert all(get(store, fresh))
+    store.check_integrity()
+    store.close()
+
+
+def damage(path: Path, offset: int, data: bytes) -> None:
+    """Overwrite bytes behind the back of a store."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    """Change one bit behind the back of a store."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        value = file.read(1)[0]
+    damage(path, offset, bytes([value ^ (1 << bit)]))
