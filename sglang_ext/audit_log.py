@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException, Request
+from pydantic import BaseModel
 
 from sglang_ext.tenancy.identity import Identity, current_identity
 
-__all__ = ["AuditLog", "audited", "who"]
+__all__ = ["AuditLog", "Refusal", "audited", "who"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,12 @@ def _append(path: Path, line: str) -> None:
 def who(identity: Identity) -> str:
     """Return the name of a caller in the log: an admin by its key, a tenant by its name."""
     return f"tenant:{identity.tenant}" if identity.id_prefix else identity.key
+
+
+class Refusal(BaseModel):
+    """Why nothing was done."""
+
+    detail: str
 
 
 async def audited(request: Request) -> AsyncIterator[None]:

@@ -2,13 +2,19 @@
 
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Query
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
 
+from sglang_ext.audit_log import Refusal, audited
 from sglang_ext.patches.admin_channel import ask_schedulers
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/ext/v1")
+router = APIRouter(
+    prefix="/ext/v1",
+    tags=["sglang_ext"],
+    dependencies=[Depends(audited)],
+    responses={400: {"model": Refusal, "description": "Refused, with the reason."}},
+)
 
 
 @router.get("/tree")
@@ -20,12 +26,14 @@ async def tree(
 
 
 @router.post("/flush")
-async def flush(body: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+async def flush(body: dict[str, Any], request: Request) -> dict[str, list[dict[str, Any]]]:
     """Remove ``{"tenant": name}``, or ``{"all": true}``, from every tier.
 
     Answers for each data-parallel rank what was freed, and what requests still hold.
     """
-    return {"ranks": await _ask("flush", body)}
+    ranks = await _ask("flush", body)
+    request.state.audit = {"of": body.get("tenant", "all"), "ranks": ranks}
+    return {"ranks": ranks}
 
 
 async def _ask(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:

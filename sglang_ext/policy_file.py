@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from sglang_ext.errors import PolicyError
@@ -75,9 +76,10 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the new name outlive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Make the new name outlive a power failure, where the file system can promise that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -21,7 +21,7 @@ from fastapi import (
 from pydantic import BaseModel, Field
 
 from sglang_ext import active
-from sglang_ext.audit_log import AuditLog, who
+from sglang_ext.audit_log import AuditLog, Refusal, who
 from sglang_ext.errors import PolicyError, SglangExtError
 from sglang_ext.leavers import Leaving, Requests
 from sglang_ext.live_policy import Ask, Edit, Edited, LivePolicy, UnknownTenantError, VersionError
@@ -43,12 +43,6 @@ def mount(app: FastAPI, live: LivePolicy, log: AuditLog, ask: Ask) -> None:
     app.state.audit_log = log
     app.state.ask_schedulers = ask
     app.include_router(router)
-
-
-class Refusal(BaseModel):
-    """Why nothing was changed."""
-
-    detail: str
 
 
 class PolicyInForce(BaseModel):

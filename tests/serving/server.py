@@ -126,6 +126,14 @@ class Client:
         """Send JSON; header names take ``_`` for ``-``."""
         return httpx.post(self.url + path, json=body, headers=self._headers(headers), timeout=180)
 
+    def put(self, path: str, body: object, **headers: str) -> httpx.Response:
+        """Send JSON."""
+        return httpx.put(self.url + path, json=body, headers=self._headers(headers), timeout=180)
+
+    def delete(self, path: str) -> httpx.Response:
+        """Delete something."""
+        return httpx.delete(self.url + path, headers=self._headers({}), timeout=180)
+
     def get(self, path: str, **headers: str) -> httpx.Response:
         """Fetch a route."""
         return httpx.get(self.url + path, headers=self._headers(headers), timeout=60)

@@ -15,6 +15,7 @@ from sglang_ext.audit_log import AuditLog
 from sglang_ext.cache_backend import quota_books, residency
 from sglang_ext.leavers import Leavers
 from sglang_ext.live_policy import LivePolicy
+from sglang_ext.operations import OPERATIONS
 from sglang_ext.patches.admin_channel import admin_channel_hooks
 from sglang_ext.patches.scheduling import TenantScheduling
 from sglang_ext.policy_change import policy_operations
@@ -59,7 +60,7 @@ class Rank:
             send_abort_output=lambda abort, req: self.refused.append(abort.finished_reason),
             _release_aborted_request=lambda req: None,
         )
-        (self._hook,) = admin_channel_hooks(policy_operations())
+        (self._hook,) = admin_channel_hooks({**OPERATIONS, **policy_operations()})
 
     def send_output(self, reply: Any, request: Any) -> None:
         self.sent.append(reply)
