@@ -9,58 +9,52 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
 
+from sglang_ext.fetching import FetchingCache
+from sglang_ext.lifespans import Lifespans
 from sglang_ext.namespace import parse
 from sglang_ext.pins import PinAnswer, Pins
 from sglang_ext.quotas import Quotas
 from sglang_ext.radix.clock import SharedClock
 from sglang_ext.radix.deadlines import Deadlines
 from sglang_ext.radix.host_copies import free_host_leaf
+from sglang_ext.radix.ledger import Ledger
 from sglang_ext.radix.order import Reason
 from sglang_ext.radix.public import PublicPrefixes
-from sglang_ext.radix.ledger import Ledger
-from sglang_ext.radix.victims import Eviction
-from sglang_ext.residency import Residency
 from sglang_ext.radix.sessions import SessionId, Sessions
-from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.radix.victims import Eviction
 from sglang_ext.removal import Flushed
 from sglang_ext.request_tag import NO_TAG, RequestTag
-from sglang_ext.tiers import TenantStore
+from sglang_ext.residency import Residency
 from sglang_ext.tenancy.identity import tenant_of_id
+from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.tiers import TenantStore
 from sglang_ext.types import Owner, OwnerLimits, Tier
 
 __all__ = ["Flushed", "TenantRadixCache"]
 
 
-class Flushed(NamedTuple):
-    """Tokens of one rank that left a tier and that are in use there, and bytes freed on disk."""
-
-    freed: Mapping[Tier, int]
-    in_use: Mapping[Tier, int]
-    disk_bytes: int
-
-
-class TenantRadixCache(UnifiedRadixCache):
+class TenantRadixCache(FetchingCache):
     """SGLang's prefix cache with one tree for all tenants, in which none sees another's nodes.
 
     ``tick`` must be called once per scheduler step, on every rank equally often.
     """
-    lifespans: Lifespans | None = None
-    """What ends pages at a time of their own; None: no request and no policy can give them one."""
 
     tree_core: Any
     store: TenantStore | None = None
-        self.sessions, self.deadlines = Sessions(), Deadlines()
     """The NVMe tier, once there is one."""
     residency: Residency | None = None
     """What moves pages down as they age; None: they leave only when room is needed."""
+    lifespans: Lifespans | None = None
+    """What ends pages at a time of their own; None: no request and no policy can give them one."""
 
-        self.tree_core.sessions, self.tree_core.deadlines = self.sessions, self.deadlines
     def __init__(self, params: Any, public: PublicPrefixes | None = None) -> None:
         self.pins = Pins(self)
+        self.sessions, self.deadlines = Sessions(), Deadlines()
         super().__init__(params)
         self._alone = self.tp_world_size == 1 and self.pp_size == 1
         self.clock = SharedClock(self._agree)
         self.tree_core.clock = self.clock
+        self.tree_core.sessions, self.tree_core.deadlines = self.sessions, self.deadlines
         self.ledger: Ledger = self.tree_core.ledger
         self.ledger.bytes_per_token = _bytes_per_token(params.token_to_kv_pool_allocator)
         self._quotas = Quotas(self)
@@ -72,14 +66,14 @@ class TenantRadixCache(UnifiedRadixCache):
 
         Pins whose time has come end here, hard quotas are enforced and pages age, with or without
         traffic.
-        if self.lifespans is not None:
-            self.lifespans.tick(now_ms)
         """
         now_ms = self.clock.tick()
         self.pins.expire(now_ms)
         self._quotas.enforce_all()
         if self.residency is not None:
             self.residency.tick(now_ms)
+        if self.lifespans is not None:
+            self.lifespans.tick(now_ms)
         return now_ms
 
     # ---- who may have how much
@@ -159,9 +153,15 @@ class TenantRadixCache(UnifiedRadixCache):
         Returns how many tokens are still too many, because they are locked or running.
         """
         return self._quotas.enforce(owner, Tier.HBM, incoming)
-        self._note_request(req, owner)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        before = req.kv.cache_protected_len
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        owner = self.owner_of(req)
+        self.ledger.stop_running(owner, req.kv.cache_protected_len - before)
+        self._note_request(req, owner)
+        self.enforce_hard_quota(owner)
+
     def _note_request(self, req: Any, owner: Owner) -> None:
         """Let the pages of a request know their session, and when they end. O(1) without either."""
         tag: RequestTag = getattr(req, "kv_tag", NO_TAG)
@@ -173,12 +173,6 @@ class TenantRadixCache(UnifiedRadixCache):
             self.sessions.use(id, owner, node, self.clock.now_ms)
         if self.lifespans is not None:
             self.lifespans.used(node, owner, tag.ttl_ms)
-
-        before = req.kv.cache_protected_len
-        super().checkpoint(req, up_to=up_to, **kwargs)
-        owner = self.owner_of(req)
-        self.ledger.stop_running(owner, req.kv.cache_protected_len - before)
-        self.enforce_hard_quota(owner)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -201,15 +195,15 @@ class TenantRadixCache(UnifiedRadixCache):
     def _keeping_copy(self, node_id: int) -> Iterator[None]:
         """Within, a node keeps its copy in host memory: room for what continues it is made."""
         lock = self.inc_host_lock_ref(node_id).to_dec_params()
-        node = self.tree_core.node_by_id(node_id)
-        if node.lifespan is not None and node.lifespan.ttl_ms is not None:
-            return
         try:
             yield
         finally:
             self.dec_host_lock_ref(node_id, lock)
 
     def write_backup_storage(self, node_id: int) -> None:
+        node = self.tree_core.node_by_id(node_id)
+        if node.lifespan is not None and node.lifespan.ttl_ms is not None:
+            return
         if self.store is not None:
             self.store.note_owner(node.hash_value or (), node.owner)
         super().write_backup_storage(node_id)
@@ -280,81 +274,25 @@ class TenantRadixCache(UnifiedRadixCache):
 
     @property
     def evictions(self) -> Mapping[Eviction, int]:
-        self.sessions.clear()
-        self.deadlines.clear()
         """Tokens evicted since the start by (owner, tier, reason)."""
         return self.tree_core.victims.evicted
 
     def reset(self) -> None:
         self.pins.forget()
+        super().reset()
+        self.sessions.clear()
+        self.deadlines.clear()
+
+    def most_of_all_ranks(self, values: list[int]) -> list[int]:
+        """Return the greatest value of a rank, place by place. One all-reduce, none alone."""
+        return values if self._alone else self._greatest(values)
+
     def _agree(self, now_ms: int) -> int:
         """Return the latest time of all ranks, which also agree on what is worth loading."""
         mine = [now_ms, *self.worth.proposal()]
         now, *greatest = mine if self._alone else self._greatest(mine)
         self.worth.agree(greatest)
         return now
-        super().reset()
-
-    def _latest(self, now_ms: int) -> int:
-        """Return the latest time of all ranks."""
-        stamp = torch.tensor(now_ms, dtype=torch.int64)
-        self._all_reduce(stamp, torch.distributed.ReduceOp.MAX)
-        return int(stamp.item())
-
-def _bytes_per_token(allocator: Any) -> int:
-    """Return the bytes of one token's KV over all layers of this rank, 0 when unknown."""
-    def prefetch_from_storage(
-        self,
-        request: Any,
-        last_host_node_id: int,
-        new_input_tokens: Any,
-        last_hash: str | None = None,
-        prefix_keys: list[str] | None = None,
-        matched_prefix_tokens: Any = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-        storage_hit_end: int | None = None,
-    ) -> bool | None:
-        """Fetch one side of the public boundary: its pages carry no namespace, ours do."""
-        key = RadixKey(new_input_tokens, extra_key, cache_salt=cache_salt)
-        plan = self.tree_core.fetch_plan(last_host_node_id, key)
-        decision: bool | None = super().prefetch_from_storage(
-            request,
-            last_host_node_id,
-            new_input_tokens[: plan.units + int(self.tree_core.is_eagle)],
-            plan.last_hash,
-            prefix_keys,
-            matched_prefix_tokens,
-            plan.extra_key,
-            plan.cache_salt,
-            storage_hit_end,
-        )
-        return decision
-
-    def query_storage_hit_length(
-        self,
-        last_host_node_id: int,
-        new_input_tokens: Any,
-        last_hash: str | None = None,
-        prefix_keys: list[str] | None = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-    ) -> int:
-        """Ask for what ``prefetch_from_storage`` would fetch."""
-        key = RadixKey(new_input_tokens, extra_key, cache_salt=cache_salt)
-        plan = self.tree_core.fetch_plan(last_host_node_id, key)
-        if plan.units >= self.prefetch_threshold and not self._copy_path_down(last_host_node_id):
-            return None
-        found: int = super().query_storage_hit_length(
-            last_host_node_id,
-            new_input_tokens[: plan.units + int(self.tree_core.is_eagle)],
-            plan.last_hash,
-            prefix_keys,
-            plan.extra_key,
-            plan.cache_salt,
-        )
-        return found
-
 
     def _greatest(self, values: list[int]) -> list[int]:
         """Return the greatest of all ranks for each value. One all-reduce."""
@@ -362,12 +300,9 @@ def _bytes_per_token(allocator: Any) -> int:
         self._all_reduce(numbers, torch.distributed.ReduceOp.MAX)
         return [int(number) for number in numbers.tolist()]
 
-    def _copy_path_down(self, node_id: int) -> bool:
-        """Begin the copies that a path in HBM lacks; tell whether its end has one now."""
-        if not (self.is_root(node_id) or super().is_backuped(node_id)):
-            self._execute_and_commit_kv_backup(self.tree_core.build_backup_kv_action(node_id))
-        return self.is_root(node_id) or super().is_backuped(node_id)
 
+def _bytes_per_token(allocator: Any) -> int:
+    """Return the bytes of one token's KV over all layers of this rank, 0 when unknown."""
     pool = allocator.get_kvcache()
     if not hasattr(pool, "get_kv_size_bytes"):
         return 0

@@ -1,6 +1,7 @@
 """HBM, CPU and NVMe on SGLang's own cache and pools: whose pages go down, and what comes back."""
 
 from array import array
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.sglang_ext.tiered import PAGE, TieredRig, tiered
 
 TEXT = list(range(16))
 SYSTEM = list(range(500, 508))
+REQUESTS = count()
 
 
 def page_bytes(rig: TieredRig, tokens: list[int], owner: str) -> torch.Tensor:
@@ -48,7 +50,7 @@ def leave_memory(rig: TieredRig) -> None:
 
 def fetch(rig: TieredRig, tokens: list[int], owner: str) -> int:
     """Fetch from NVMe what neither HBM nor CPU has; return how many tokens CPU has then."""
-    cache, handle = rig.cache, CacheRequestHandle("r", 0)
+    cache, handle = rig.cache, CacheRequestHandle(f"r{next(REQUESTS)}", 0)
     cache.prefetch_stop_policy = "wait_complete"
     found = rig.match(tokens, owner)
     start = found.device_prefix_len + found.host_hit_length
@@ -64,7 +66,9 @@ def fetch(rig: TieredRig, tokens: list[int], owner: str) -> int:
     )
     while not cache.check_prefetch_progress(handle):
         cache.check_hicache_events()
+    cache.finish_storage_prefetch_admission(handle, cache.pop_prefetch_loaded_span(handle)[0], None)
     check_integrity(cache)
+    assert not cache._fetches
     return rig.where(tokens, owner)[1]
 
 
@@ -117,14 +121,34 @@ def test_a_tenant_fetches_nothing_of_another(tmp_path: Path) -> None:
         assert fetch(rig, TEXT, "t:a") == 16
 
 
-def test_public_and_private_pages_come_back_one_after_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("system", [SYSTEM, SYSTEM[:PAGE]])
+def test_one_fetch_brings_public_and_private_pages(tmp_path: Path, system: list[int]) -> None:
+    """As after a restart, when neither side is in memory."""
+    with tiered(tmp_path, public=[system]) as rig:
+        fill(rig)
+        text = [*system, *TEXT]
+        rig.write(text, "t:a")
+        before = page_bytes(rig, text, "t:a").clone()
+        leave_memory(rig)
+        assert fetch(rig, text, "t:b") == len(system)
+        leave_memory(rig)
+        assert fetch(rig, text, "t:a") == len(text)
+        load(rig, text, "t:a")
+        assert torch.equal(page_bytes(rig, text, "t:a"), before)
+        tokens = {outcome.value: tokens for outcome, tokens in rig.cache.fetched.items() if tokens}
+        assert tokens == {"issued": len(text) + len(system), "useful": len(text) + len(system)}
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_private_pages_come_back_behind_a_public_run_in_hbm(tmp_path: Path, copied: bool) -> None:
     with tiered(tmp_path, public=[SYSTEM]) as rig:
         text = [*SYSTEM, *TEXT]
         rig.write(text, "t:a")
-        leave_memory(rig)
-        assert fetch(rig, text, "t:b") == len(SYSTEM)
-        assert fetch(rig, text, "t:b") == len(SYSTEM)
-        assert fetch(rig, text, "t:a") == len(text)
+        rig.evict(len(TEXT))
+        rig.cache.evict_host(len(TEXT) if copied else 10**6)
+        assert rig.where(text, "t:a") == (len(SYSTEM), 0)
+        assert fetch(rig, text, "t:a") == len(TEXT)
+        assert fetch(rig, text, "t:b") == 0
 
 
 def test_a_lost_page_is_a_miss_and_what_lies_before_it_a_hit(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sglang_ext.residency import Residency
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.tier_flags import STORAGE_CONFIG
 from sglang_ext.tiering.placement import Lifetime
+from sglang_ext.tiering.worth import LoadOrCompute
 from sglang_ext.tiers import TenantStore
 from sglang_ext.types import Owner
 from tests.radix.caches import Rig
@@ -49,6 +50,9 @@ class TieredRig(Rig):
         super().__init__(cache)
         self.time = Clock()
         cache.clock._read, cache.clock.now_ms = self.time, 0
+        # One page is worth a fetch as long as nothing was measured.
+        cache.worth = LoadOrCompute(PAGE)
+        cache.worth.agree(cache.worth.proposal())
 
     def settle(self) -> None:
         """Let copies to and from host memory end, as the scheduler does between two batches."""
