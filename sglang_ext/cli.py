@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.errors import PolicyError, SglangExtError
+from sglang_ext.observe.commands import add_commands
 from sglang_ext.tenancy.fields import name as read_name
 from sglang_ext.tenancy.keys import digest, new_key
 from sglang_ext.tenancy.loader import load_policy
@@ -54,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     tree.add_argument("--key", default=os.environ.get(_KEY_VARIABLE, ""), help=_KEY_HELP)
     tree.add_argument("--page", type=int, default=0)
     tree.set_defaults(run=_tree)
+
+    add_commands(commands)
 
     demo = commands.add_parser("demo-model", help="print the folder of the demo model")
     demo.set_defaults(run=_demo_model)

@@ -28,6 +28,8 @@ class Recent(Protocol):
 
     def tenants(self) -> dict[str, dict[str, Any]]: ...
 
+    def service(self) -> dict[str, Any]: ...
+
 
 def samples_of(families: Iterable[Any]) -> list[Sample]:
     """Return our samples among prometheus_client's metric families."""
@@ -43,6 +45,7 @@ def overview(samples: Iterable[Sample], recent: Recent, policy: Policy) -> dict[
     """Return tenants, tiers, slow requests and policy, ready for JSON. O(samples)."""
     found = _Samples(samples)
     return {
+        "service": recent.service(),
         "tenants": _tenants(found, recent.tenants()),
         "tiers": _tiers(found),
         "owners": _owners(found),

@@ -43,6 +43,10 @@ class RecentRequests:
             kept.setdefault(request.tenant, []).append((ended, request))
         return {tenant: self._summary(found, now) for tenant, found in sorted(kept.items())}
 
+    def service(self) -> dict[str, Any]:
+        """Return the same as ``tenants`` for all of them together."""
+        return self._summary(self._within(), self._clock())
+
     def _within(self) -> list[tuple[float, "FinishedRequest"]]:
         start = self._clock() - WINDOW_SECONDS
         # A copy in one step: requests end meanwhile, in another thread.

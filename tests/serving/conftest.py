@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving.observed import Observed
 from tests.serving.server import Client, ServerProcess, policy_file
 
 SMALL_POOL = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
@@ -36,6 +37,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     group = GROUP % (digest("key-sales"), digest("key-hr"))
     policy = policy_file(tmp_path_factory.mktemp("policy"), ["a", "b", "c", "d", "e"], group)
     yield from run_server(policy, "--page-size", "16")
+
+
+@pytest.fixture(scope="package")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    """The server that the tests of usage, rules, dashboard and page share."""
+    observed = Observed(tmp_path_factory.mktemp("observed"))
+    try:
+        yield observed
+        observed.end()
+    finally:
+        observed.server.kill()
 
 
 def _client(server: ServerProcess, tenant: str) -> Client:
