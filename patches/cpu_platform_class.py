@@ -37,7 +37,7 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
         register_cpu_attention()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose our attention and turn graph capture off.
+        """Choose our attention, and turn graph capture and overlap scheduling off.
 
         For ``--device cpu`` SGLang has by now chosen ``intel_amx`` itself, which needs a build of
         its own (on ARM it has chosen ``torch_native``: there name ours on the command line).
@@ -45,6 +45,8 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Imported late: this module is loaded while SGLang's own utilities still are.
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
+        # There is no device to overlap with: a result would only wait for the next batch.
+        server_args.disable_overlap_schedule = True
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = CPU_ATTENTION
         # SGLang itself does this for ``torch_native`` alone.

@@ -24,6 +24,11 @@ waits, j is admitted only when its counter is not above i's, and j enters at mos
 so j computes at most w_j times the rise of (2) and (3), plus w_j * Q, plus what is in flight and
 the one request that crosses. (5) A round computes at least one token, and there are finitely many
 tenants. QED.
+
+A long prompt is computed in chunks, a chunk a round, and may have to wait again between two of
+them: R times at most (``tenancy.retraction``), after which it goes on to its end. What it computed
+stays cached and is its tenant's next request, so that nothing above changes; where even that was
+evicted it is computed again, so that M counts (R + 1) times.
 """
 
 from collections.abc import Callable, Iterable, Sequence

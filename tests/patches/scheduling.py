@@ -54,7 +54,9 @@ class Desk:
 
         def nothing(*_: Any) -> None: ...
 
-        return SimpleNamespace(admitted=nothing, computes=nothing, skipped=note, refused=note)
+        return SimpleNamespace(
+            admitted=nothing, computes=nothing, skipped=note, refused=note, preempted=note
+        )
 
     def request(self, tenant: str, prompt: int, output: int, start: int = 0) -> Any:
         """Return a request whose prompt no other shares, unless ``start`` is given."""
