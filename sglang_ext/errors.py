@@ -6,6 +6,7 @@ SglangExtError                 catch this one
 ├── HookError                  a hook on SGLang that did not apply; the server must not start
 ├── DemoModelError             the demo model could not be fetched or converted
 ├── FolderError                there is no folder to keep files in
+├── ScalesError                a file of FP8 scales that cannot be made, read or used
 ├── StoreError                 the folder of the NVMe tier could not be opened
 ├── UsageError                 the usage file could not be opened
 └── KeyRingError               the master key or the folder of wrapped keys cannot be used
@@ -19,6 +20,7 @@ __all__ = [
     "HookError",
     "KeyRingError",
     "PolicyError",
+    "ScalesError",
     "SglangExtError",
     "StoreError",
     "UnsupportedError",
@@ -57,6 +59,10 @@ class FolderError(SglangExtError):
 
 class DemoModelError(SglangExtError):
     """The demo model could not be fetched, checked or converted."""
+
+
+class ScalesError(SglangExtError):
+    """A file of FP8 scales could not be made or read, or belongs to other weights."""
 
 
 class StoreError(SglangExtError):

@@ -1,0 +1,142 @@
+"""The file of calibrated FP8 scales: whose weights it belongs to, and each layer's channels.
+
+A safetensors file: tensors ``layers.<n>.key.scale``, ``.key.mean``, ``.value.scale``,
+``.value.mean`` (float32 [KV heads, dim], all heads of the model, before it is cut into ranks), and
+as metadata what the file is for. A file of other weights is refused: its means would be wrong, and
+wrong means are wrong answers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from xxhash import xxh3_128
+
+from sglang_ext.errors import ScalesError
+from sglang_ext.tiering.quantizer import FORMATS, Channels, Format
+
+__all__ = ["LayerChannels", "Scales", "checkpoint_hash", "load_scales", "save_scales"]
+
+_VERSION = "1"
+_MADE_BY = "make one with: sglang-ext calibrate --model-path MODEL --out FILE"
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChannels:
+    """The channels of one layer's K and V."""
+
+    keys: Channels
+    values: Channels
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Calibrated channels by layer number; layers without attention are absent.
+
+    ``model`` is a name for people, ``weights`` what ``checkpoint_hash`` says.
+    """
+
+    format: Format
+    model: str
+    weights: str
+    layers: Mapping[int, LayerChannels]
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """Return a hash of a model's configuration and of every byte of its weights.
+
+    Reads the whole checkpoint once. Raises ``ScalesError`` for a folder without safetensors files.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ScalesError(
+            f"{folder}: no *.safetensors file; give the folder of the model's weights"
+        )
+    digest = xxh3_128((folder / "config.json").read_bytes())
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def save_scales(path: Path, scales: Scales) -> None:
+    """Write ``scales`` to ``path``, over what was there."""
+    tensors = {
+        f"layers.{number}.{which}.{part}": getattr(channels, part).contiguous()
+        for number, layer in scales.layers.items()
+        for which, channels in (("key", layer.keys), ("value", layer.values))
+        for part in ("scale", "mean")
+    }
+    metadata = {
+        "sglang_ext_scales": _VERSION,
+        "format": scales.format.name,
+        "model": scales.model,
+        "weights": scales.weights,
+    }
+    partial = path.with_name(f".{path.name}.partial")
+    save_file(tensors, partial, metadata)
+    partial.replace(path)
+
+
+def load_scales(path: Path, *, weights: str | None = None, format: Format | None = None) -> Scales:
+    """Read ``path``; raise ``ScalesError`` when it is unreadable or for something else.
+
+    ``weights`` and ``format``, where given, must be the file's own.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise ScalesError(
+            f"{path}: not a readable safetensors file ({error}); {_MADE_BY}"
+        ) from None
+    if metadata.get("sglang_ext_scales") != _VERSION or metadata.get("format") not in FORMATS:
+        raise ScalesError(f"{path}: not a file of FP8 scales that this version reads; {_MADE_BY}")
+    _require(path, "weights", metadata["weights"], weights)
+    _require(path, "format", metadata["format"], format and format.name)
+    return Scales(
+        FORMATS[metadata["format"]], metadata["model"], metadata["weights"], _layers(path, tensors)
+    )
+
+
+def _require(path: Path, what: str, found: str, expected: str | None) -> None:
+    if expected is not None and found != expected:
+        raise ScalesError(
+            f"{path}: made for {what} {found}, but the server has {expected}; {_MADE_BY}"
+        )
+
+
+def _layers(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[int, LayerChannels]:
+    try:
+        numbers = sorted({int(name.split(".")[1]) for name in tensors})
+        layers = {
+            number: LayerChannels(
+                _channels(tensors, f"layers.{number}.key"),
+                _channels(tensors, f"layers.{number}.value"),
+            )
+            for number in numbers
+        }
+    except (KeyError, IndexError, ValueError) as error:
+        raise ScalesError(
+            f"{path}: a layer is incomplete or damaged ({error}); {_MADE_BY}"
+        ) from None
+    return layers
+
+
+def _channels(tensors: Mapping[str, torch.Tensor], prefix: str) -> Channels:
+    scale, mean = tensors[f"{prefix}.scale"], tensors[f"{prefix}.mean"]
+    if scale.shape != mean.shape or scale.dim() != 2:
+        raise ValueError(f"{prefix} has shapes {tuple(scale.shape)} and {tuple(mean.shape)}")
+    mantissa, _ = torch.frexp(scale)
+    if not bool((mantissa == 0.5).all() and torch.isfinite(mean).all()):
+        raise ValueError(
+            f"{prefix} has a scale that is no power of two, or a mean that is not finite"
+        )
+    return Channels(scale, mean)
