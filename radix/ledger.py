@@ -27,10 +27,14 @@ class Usage:
 
 
 class Ledger:
-    """Usage by (owner, tier). Each change costs O(1); owners that hold nothing are forgotten."""
+    """Usage by (owner, tier). Each change costs O(1); owners that hold nothing are forgotten.
+
+    ``changed`` collects whose usage changed, for one reader, who empties it.
+    """
 
     def __init__(self, bytes_per_token: int = 0) -> None:
         self.bytes_per_token = bytes_per_token
+        self.changed: set[tuple[Owner, Tier]] = set()
         self._rows: dict[tuple[Owner, Tier], Usage] = {}
         self._watched: dict[Tier, set[Owner]] = {}
 
@@ -44,13 +48,15 @@ class Ledger:
 
     def book(self, owner: Owner, tier: Tier, evictable: int, protected: int) -> None:
         """Add these many tokens, negative when they left, to what the tree holds for ``owner``."""
-        row = self._rows.get((owner, tier))
+        held = (owner, tier)
+        row = self._rows.get(held)
         if row is None:
-            row = self._rows[owner, tier] = Usage()
+            row = self._rows[held] = Usage()
         row.evictable += evictable
         row.protected += protected
         if not (row.evictable or row.protected or row.running):
-            del self._rows[owner, tier]
+            del self._rows[held]
+        self.changed.add(held)
         watched = self._watched.get(tier)
         if watched is not None:
             watched.add(owner)
@@ -80,6 +86,11 @@ class Ledger:
         row = self._rows.get((owner, tier), Usage())
         return Usage(row.evictable, row.protected, row.running)
 
+    def tokens(self, held: tuple[Owner, Tier]) -> int:
+        """Return how many tokens an owner holds in a tier. O(1)."""
+        row = self._rows.get(held)
+        return 0 if row is None else row.tokens
+
     def bytes(self, owner: Owner, tier: Tier) -> int:
         """Return the bytes that ``owner`` holds in ``tier``."""
         return self.usage(owner, tier).tokens * self.bytes_per_token
@@ -94,5 +105,6 @@ class Ledger:
         for owner, tier, _ in self:
             if tier in self._watched:
                 self._watched[tier].add(owner)
+        self.changed.update(self._rows)
         self._rows.clear()
         self.set_running(running)

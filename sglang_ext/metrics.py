@@ -221,25 +221,25 @@ class RequestMetrics:
 
 
 class HeldMetrics:
-    """Publishes how many tokens each owner holds in each tier, from the process with the tree.
+    """Publishes what each owner holds in each tier, from the process with the tree.
 
     Only the first rank of a tensor-parallel group publishes: its ranks hold the same tree.
     """
 
-    def __init__(self, owner_limit: int) -> None:
+    def __init__(self, owner_limit: int, name: str = "held_tokens") -> None:
         self._labels = TenantLabels(owner_limit)
         self._published: set[tuple[str, str]] = set()
-        self._gauge = make("held_tokens")
+        self._gauge = make(name)
 
     def publish(self, held: Mapping[tuple[Owner, Tier], int]) -> None:
         """Set the gauges to ``held``; owners without a label of their own are summed."""
         sums = dict.fromkeys(self._published, 0)
-        for (owner, tier), tokens in held.items():
-            key = (self._labels.of(owner or "public", tokens), tier.value)
-            sums[key] = sums.get(key, 0) + tokens
+        for (owner, tier), amount in held.items():
+            key = (self._labels.of(owner or "public", amount), tier.value)
+            sums[key] = sums.get(key, 0) + amount
         self._published |= sums.keys()
-        for (label, tier_label), tokens in sums.items():
-            self._gauge.labels(label, tier_label).set(tokens)
+        for (label, tier_label), amount in sums.items():
+            self._gauge.labels(label, tier_label).set(amount)
 
 
 def _outcome(output: Any) -> str | None:

@@ -27,6 +27,7 @@ from sglang_ext.request_tag import NO_TAG, RequestTag
 from sglang_ext.residency import Residency
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.tiering.token_time import TokenTime
 from sglang_ext.tiers import TenantStore
 from sglang_ext.types import Owner, OwnerLimits, Tier
 
@@ -57,6 +58,7 @@ class TenantRadixCache(FetchingCache):
         self.tree_core.sessions, self.tree_core.deadlines = self.sessions, self.deadlines
         self.ledger: Ledger = self.tree_core.ledger
         self.ledger.bytes_per_token = _bytes_per_token(params.token_to_kv_pool_allocator)
+        self.token_time = TokenTime()
         self._quotas = Quotas(self)
         if public is not None:
             self.tree_core.public = public
@@ -67,6 +69,8 @@ class TenantRadixCache(FetchingCache):
         Pins whose time has come end here, hard quotas are enforced and pages age, with or without
         traffic.
         """
+        self.token_time.settle(self.ledger.changed, self.ledger.tokens, self.clock.now_ms)
+        self.ledger.changed.clear()
         now_ms = self.clock.tick()
         self.pins.expire(now_ms)
         self._quotas.enforce_all()

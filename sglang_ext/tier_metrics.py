@@ -1,11 +1,12 @@
 """Metrics of the tiers: what left them and why, and what the store below met with."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from sglang_ext.metrics import TenantLabels
+from sglang_ext.metrics import HeldMetrics, TenantLabels
 from sglang_ext.observe.catalog import make
+from sglang_ext.tiering.token_time import Held, TokenTime
 from sglang_ext.types import Owner, Tier
 
 __all__ = ["TierMetrics", "capacities", "on_disk"]
@@ -30,6 +31,28 @@ def capacities(cache: Any) -> dict[Tier, int]:
     return found
 
 
+def held_bytes(cache: Any) -> dict[tuple[Owner, Tier], int]:
+    """Return the bytes of each owner in each tier, of all ranks together. O(owners)."""
+    ranks, token = cache.tp_world_size, cache.ledger.bytes_per_token
+    held = {(owner, tier): usage.tokens * token * ranks for owner, tier, usage in cache.ledger}
+    disk = {} if cache.store is None else cache.store.held_bytes()
+    return held | {(owner, Tier.NVME): taken * ranks for owner, taken in disk.items()}
+
+
+class DiskTime:
+    """Token-seconds on the disk, whose changes nobody tells: one look at each publication."""
+
+    def __init__(self) -> None:
+        self._time = TokenTime()
+
+    def totals(self, cache: Any, now_ms: int) -> Iterator[tuple[Held, float]]:
+        """Look, and yield the token-seconds of everybody who ever was seen there. O(owners)."""
+        seen = on_disk(cache)
+        known = [held for held, _ in self._time.totals(now_ms)]
+        self._time.settle([*known, *seen], lambda held: seen.get(held, 0), now_ms)
+        yield from self._time.totals(now_ms)
+
+
 class TierMetrics:
     """Turns totals that only grow into Prometheus counters.
 
@@ -41,19 +64,48 @@ class TierMetrics:
         self._evicted = make("evicted_tokens_total")
         self._events = make("store_events_total")
         self._capacity = make("tier_capacity_tokens")
+        self._bytes = HeldMetrics(owner_limit, "held_bytes")
+        self._token_seconds = make("token_seconds_total")
+        self._moved = {name: make(f"moved_{name}_total") for name in ("bytes", "seconds")}
+        self._fetched = make("fetched_tokens_total")
+        self._ready = make("fetch_ready_seconds")
+        self._choices = make("load_choices_total")
+        self._disk_time = DiskTime()
         self._seen: Counter[Hashable] = Counter()
 
     def publish(self, cache: Any) -> None:
         """Add what happened since the last time. O(owners)."""
         for tier, tokens in capacities(cache).items():
             self._capacity.labels(tier.value).set(tokens)
-        for eviction, tokens in self._news(cache.evictions):
+        self._bytes.publish(held_bytes(cache))
+        self._publish_token_seconds(cache)
+        self._publish_moves(cache)
+        for eviction, tokens in self._news("evicted", cache.evictions):
             owner = self._labels.of(eviction.owner or "public", tokens)
             self._evicted.labels(owner, eviction.tier.value, eviction.reason.value).inc(tokens)
-        for event, count in self._news({} if cache.store is None else cache.store.counters()):
+        events = {} if cache.store is None else cache.store.counters()
+        for event, count in self._news("event", events):
             self._events.labels(event).inc(count)
 
-    def _news(self, totals: Mapping[Any, int]) -> list[tuple[Any, int]]:
-        news = [(key, total - self._seen[key]) for key, total in totals.items()]
-        self._seen.update(dict(news))
+    def _publish_token_seconds(self, cache: Any) -> None:
+        now_ms = cache.clock.now_ms
+        areas = dict(cache.token_time.totals(now_ms)) | dict(self._disk_time.totals(cache, now_ms))
+        for (owner, tier), seconds in self._news("area", areas):
+            self._token_seconds.labels(self._labels.of(owner or "public"), tier.value).inc(seconds)
+
+    def _publish_moves(self, cache: Any) -> None:
+        for name, moved in (("bytes", cache.moved_bytes), ("seconds", cache.moved_seconds)):
+            for (origin, goal), amount in self._news(name, moved):
+                self._moved[name].labels(origin.value, goal.value).inc(amount)
+        for outcome, tokens in self._news("fetched", cache.fetched):
+            self._fetched.labels(outcome.value).inc(tokens)
+        for (tier, choice), count in self._news("choice", cache.choices):
+            self._choices.labels(tier.value, choice.value).inc(count)
+        while cache.ready_seconds:
+            self._ready.observe(cache.ready_seconds.popleft())
+
+    def _news(self, kind: str, totals: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+        """Return by how much each of these totals has grown since the last time."""
+        news = [(key, total - self._seen[kind, key]) for key, total in dict(totals).items()]
+        self._seen.update({(kind, key): grown for key, grown in news})
         return [(key, grown) for key, grown in news if grown]

@@ -135,6 +135,14 @@ _ALL = (
         "tenant",
     ),
     _gauge("held_tokens", "Tokens held now, running requests included.", "owner", "tier"),
+    _gauge("held_bytes", "Bytes held now by all ranks, in whole tokens.", "owner", "tier"),
+    _counter(
+        "token_seconds",
+        "Tokens times the seconds that they were held, from which a bill is made. Exact for hbm "
+        "and cpu, from one look a second for nvme.",
+        "owner",
+        "tier",
+    ),
     _gauge("quota_tokens", "Ceiling of an owner in tokens.", "owner", "tier"),
     _gauge("reserve_tokens", "Floor of an owner in tokens.", "owner", "tier"),
     _gauge("tier_capacity_tokens", "Tokens that a tier can hold.", "tier"),
@@ -144,6 +152,31 @@ _ALL = (
         "owner",
         "tier",
         "reason",
+    ),
+    _counter("moved_bytes", "Bytes that one rank moved between two tiers.", "from", "to"),
+    _counter(
+        "moved_seconds",
+        "Seconds that these moves took. They overlap with computing, and with each other.",
+        "from",
+        "to",
+    ),
+    _counter(
+        "fetched_tokens",
+        "Tokens that requests asked the NVMe tier for and that it had (issued), and what became "
+        "of them: useful, late (computed: quicker than to wait on), failed, no_room or wasted.",
+        "outcome",
+    ),
+    _histogram(
+        "fetch_ready_seconds",
+        "Seconds from the delivery of pages by the disk to the moment a request may use them.",
+        QUEUE_SECONDS,
+    ),
+    _counter(
+        "load_choices",
+        "Requests for which text that a tier holds was loaded, or recomputed since that is quicker "
+        "by what was measured; of nvme, recompute also counts text that may not be there.",
+        "tier",
+        "outcome",
     ),
     _counter(
         "store_events",

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from sglang_ext.radix.ledger import Ledger
 from sglang_ext.scheduler_metrics import SchedulerMetrics
 from sglang_ext.types import Owner, OwnerLimits, TenantId, Tier
+from tests.sglang_ext.published import a_cache
 
 A, B, C = TenantId("a"), TenantId("b"), TenantId("c")
 NO_LIMITS = OwnerLimits()
@@ -29,11 +30,9 @@ def _cache(held: dict[str, int], limits: OwnerLimits = NO_LIMITS) -> SimpleNames
     ledger = Ledger()
     for owner, tokens in held.items():
         ledger.book(Owner(owner), Tier.HBM, tokens, 0)
-    return SimpleNamespace(
+    return a_cache(
         ledger=ledger,
         limits=lambda owner, tier: limits,
-        store=None,
-        evictions={},
         token_to_kv_pool_allocator=SimpleNamespace(size=1000),
         host_pool_group=None,
     )

@@ -7,22 +7,21 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry
 
+from sglang_ext.fetching import Outcome
 from sglang_ext.radix.order import Reason
 from sglang_ext.radix.victims import Eviction
 from sglang_ext.tier_metrics import TierMetrics, on_disk
+from sglang_ext.tiering.worth import Choice
 from sglang_ext.types import PUBLIC, Owner, Tier
+from tests.sglang_ext.published import a_cache
 
 A = Owner("t:a")
-POOLS = {
-    "token_to_kv_pool_allocator": SimpleNamespace(size=20),
-    "host_pool_group": SimpleNamespace(size=40),
-}
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     fresh = CollectorRegistry()
-    for kind in ("Counter", "Gauge"):
+    for kind in ("Counter", "Gauge", "Histogram"):
         metric = functools.partial(getattr(prometheus_client, kind), registry=fresh)
         monkeypatch.setattr(prometheus_client, kind, metric)
     return fresh
@@ -33,9 +32,12 @@ def test_what_left_and_what_happened_is_counted_once(registry: CollectorRegistry
     counts = {"corrupt": 1}
     caps = SimpleNamespace(caps=SimpleNamespace(total_bytes=1050))
     store = SimpleNamespace(
-        counters=lambda: counts, bytes_per_token=100, backend=SimpleNamespace(config=caps)
+        counters=lambda: counts,
+        bytes_per_token=100,
+        backend=SimpleNamespace(config=caps),
+        held_bytes=lambda: {},
     )
-    cache = SimpleNamespace(evictions=evictions, store=store, **POOLS)
+    cache = a_cache(evictions=evictions, store=store)
     metrics = TierMetrics(5)
     metrics.publish(cache)
     metrics.publish(cache)
@@ -52,13 +54,61 @@ def test_what_left_and_what_happened_is_counted_once(registry: CollectorRegistry
 
 
 def test_without_a_store_nothing_of_it_is_published(registry: CollectorRegistry) -> None:
-    cache = SimpleNamespace(evictions={}, store=None, **POOLS)
+    cache = a_cache()
     TierMetrics(5).publish(cache)
     assert on_disk(cache) == {}
     samples = [sample for metric in registry.collect() for sample in metric.samples]
-    assert {sample.labels["tier"] for sample in samples} == {"hbm", "cpu"}
+    tiers = {sample.labels["tier"] for sample in samples if "tier" in sample.labels}
+    assert tiers == {"hbm", "cpu"}
 
 
 def test_tokens_on_disk_are_bytes_by_what_a_token_takes_there() -> None:
     store = SimpleNamespace(held_bytes=lambda: {A: 1000}, bytes_per_token=100)
     assert on_disk(SimpleNamespace(store=store)) == {(A, Tier.NVME): 10}
+
+
+def test_moves_fetches_and_choices_become_counters(registry: CollectorRegistry) -> None:
+    cache = a_cache()
+    metrics = TierMetrics(5)
+    for bytes_, seconds in ((100, 0.5), (300, 0.25)):
+        cache.moved_bytes[Tier.CPU, Tier.HBM] += bytes_
+        cache.moved_seconds[Tier.CPU, Tier.HBM] += seconds
+        cache.fetched[Outcome.LATE] += 16
+        cache.choices[Tier.NVME, Choice.LOAD] += 1
+        cache.ready_seconds.append(0.002)
+        metrics.publish(cache)
+    value = registry.get_sample_value
+    up = {"from": "cpu", "to": "hbm"}
+    assert value("sglang_ext_moved_bytes_total", up) == 400
+    assert value("sglang_ext_moved_seconds_total", up) == 0.75
+    assert value("sglang_ext_fetched_tokens_total", {"outcome": "late"}) == 32
+    assert value("sglang_ext_load_choices_total", {"tier": "nvme", "outcome": "load"}) == 2
+    assert value("sglang_ext_fetch_ready_seconds_count") == 2
+
+
+def test_bytes_are_those_of_all_ranks_and_their_time_is_kept(registry: CollectorRegistry) -> None:
+    disk = {A: 1000}
+    store = SimpleNamespace(
+        counters=dict,
+        bytes_per_token=100,
+        backend=SimpleNamespace(config=SimpleNamespace(caps=SimpleNamespace(total_bytes=1050))),
+        held_bytes=lambda: disk,
+    )
+    cache = a_cache(store=store)
+    cache.ledger.book(A, Tier.CPU, 8, 0)
+    cache.token_time.settle(cache.ledger.changed, cache.ledger.tokens, 0)
+    metrics = TierMetrics(5)
+    for now_ms in (0, 1000, 3000):
+        cache.clock.now_ms = now_ms
+        metrics.publish(cache)
+    value = registry.get_sample_value
+    where = {tier: {"owner": "t:a", "tier": tier} for tier in ("cpu", "nvme")}
+    assert value("sglang_ext_held_bytes", where["cpu"]) == 8 * 10 * 2
+    assert value("sglang_ext_held_bytes", where["nvme"]) == 2000
+    assert value("sglang_ext_token_seconds_total", where["cpu"]) == 24
+    assert value("sglang_ext_token_seconds_total", where["nvme"]) == 30
+    disk.clear()
+    for now_ms in (4000, 9000):
+        cache.clock.now_ms = now_ms
+        metrics.publish(cache)
+    assert value("sglang_ext_token_seconds_total", where["nvme"]) == 40
