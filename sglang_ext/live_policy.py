@@ -14,6 +14,7 @@ what the policy says.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +124,8 @@ class LivePolicy:
         except RuntimeError:
             logger.warning("SIGHUP came before the server was ready; send it again")
             return
-        loop.call_soon_threadsafe(self._start_reload)
+        # A signal may come in the middle of a tenant's request; the reload is the operator's.
+        loop.call_soon_threadsafe(self._start_reload, context=Context())
 
     async def _apply(self, new: Policy) -> int:
         """Put ``new`` in force everywhere; return how many waiting requests it could not keep."""

@@ -162,8 +162,7 @@ Leaves = Annotated[Leaving, Depends(_leaving)]
 async def get_policy(response: Response) -> PolicyInForce:
     """Return the policy in force."""
     document = active.policy().document
-    version = response.headers["ETag"] = version_of(document)
-    return PolicyInForce(version=version, policy=masked(document))
+    return PolicyInForce(version=_tag(response, document), policy=masked(document))
 
 
 @router.put("/policy", responses=_REFUSALS, openapi_extra={"requestBody": _BODY})
@@ -175,7 +174,9 @@ async def put_policy(
     is_json = _is_json(request)
 
     def edit(_: Mapping[str, Any]) -> Edited:
-        return Edited(read_json(text)) if is_json else Edited(read_yaml(text), text)
+        edited = Edited(read_json(text)) if is_json else Edited(read_yaml(text), text)
+        _keep_a_way_back(edited.document)
+        return edited
 
     return await _change(live, edit, leaving, if_match)
 
@@ -184,8 +185,8 @@ async def put_policy(
 async def get_tenant(tenant: Name, response: Response) -> TenantInForce:
     """Return what the policy in force says of one tenant."""
     document = active.policy().document
-    version = response.headers["ETag"] = version_of(document)
-    return TenantInForce(version=version, tenant=masked(_found(document, tenant)))
+    own = masked(_found(document, tenant))
+    return TenantInForce(version=_tag(response, document), tenant=own)
 
 
 @router.put("/tenants/{tenant}", responses=_REFUSALS)
@@ -239,10 +240,22 @@ async def _change(live: LivePolicy, edit: Edit, leaving: Leaving, if_match: str 
     return Applied.model_validate(answer)
 
 
+def _tag(response: Response, document: Mapping[str, Any]) -> str:
+    version = version_of(document)
+    response.headers["ETag"] = f'"{version}"'
+    return version
+
+
 def _status(error: SglangExtError) -> int:
     if isinstance(error, VersionError):
         return 412
     return 404 if isinstance(error, UnknownTenantError) else 400
+
+
+def _keep_a_way_back(document: Any) -> None:
+    if isinstance(document, dict) and not document.get("admin_keys"):
+        problem = "none, expected one: without it nothing could be changed over HTTP any more"
+        raise PolicyError("admin_keys", f"{problem}; to do that, edit the file and send SIGHUP")
 
 
 def _of(document: Mapping[str, Any], tenant: str) -> dict[str, Any]:

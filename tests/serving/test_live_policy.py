@@ -191,7 +191,8 @@ def test_a_tenant_sees_itself_and_only_the_admin_sees_all(
 
 def test_what_cannot_change_is_refused_with_its_reason(admin: Client) -> None:
     document = admin.get("/ext/v1/policy").json()["policy"]
-    body = {**document, "engine": {"page_size": 32}, "tenants": {}, "admin_keys": []}
+    keys = [digest("key-admin")]
+    body = {**document, "engine": {"page_size": 32}, "tenants": {}, "admin_keys": keys}
     answer = admin.put("/ext/v1/policy", body)
     assert answer.status_code == 400
     assert "engine.page_size: found 32, in force is 16" in answer.json()["detail"]

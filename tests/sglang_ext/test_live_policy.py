@@ -14,6 +14,7 @@ from sglang_ext.audit_log import AuditLog
 from sglang_ext.leavers import Leaving, Requests
 from sglang_ext.radix.integrity import check_integrity
 from sglang_ext.tenancy.document import version_of
+from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
 from sglang_ext.tenancy.keys import digest
 from sglang_ext.tenancy.loader import load_policy
 from sglang_ext.types import Owner, TenantId, Tier
@@ -81,19 +82,19 @@ def test_trial_26_a_changed_policy_survives_a_restart(server: Server) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("version: 1\ntenants: {a: {qouta: 1}}", "tenants.a.qouta: unknown field"),
-        ("version: 1\ntenants: {a: {}", "not valid YAML"),
-        ("version: 1\nengine: {page_size: 32}", "engine.page_size: found 32, in force is 16"),
-        ("version: 1\ntenants: {a: {reserve: {hbm: 60%}}, b: {reserve: {hbm: 60%}}}", "120%"),
-        ("version: 1\ntenants: {a: {reserve: {hbm: 2ktok}}}", "reserve.hbm: 2ktok is 2000 tokens"),
-        ("version: 1\ntenants: {a: {quota: {hbm: 1GB}}}", "how many bytes a token takes"),
+        ("tenants: {a: {qouta: 1}}", "tenants.a.qouta: unknown field"),
+        ("tenants: {a: {}", "not valid YAML"),
+        ("engine: {page_size: 32}", "engine.page_size: found 32, in force is 16"),
+        ("tenants: {a: {reserve: {hbm: 60%}}, b: {reserve: {hbm: 60%}}}", "120%"),
+        ("tenants: {a: {reserve: {hbm: 2ktok}}}", "reserve.hbm: 2ktok is 2000 tokens"),
+        ("tenants: {a: {quota: {hbm: 1GB}}}", "how many bytes a token takes"),
     ],
 )
 def test_trial_26_a_wrong_policy_changes_nothing_and_says_why(
     server: Server, text: str, problem: str
 ) -> None:
     before = state(server)
-    answer = put(server, text)
+    answer = put(server, f"version: 1\nadmin_keys: ['{digest('key-admin')}']\n{text}")
     assert answer.status_code == 400
     assert problem in answer.json()["detail"]
     assert state(server) == before
@@ -169,6 +170,32 @@ def test_sighup_reads_the_file_again(server: Server) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 10))
     assert lines(server)[0]["by"] == "SIGHUP"
     assert server.call("PUT", "/ext/v1/tenants/two", json={}).json()["saved"]
+
+
+def test_sighup_in_the_middle_of_a_tenants_request_is_the_operators(server: Server) -> None:
+    server.path.write_text(TEXT.replace("  a:", "  late:"))
+    server.requests["a"] = ["a/1"]
+    callers: list[Identity] = []
+
+    def abort(tenant: TenantId) -> int:
+        callers.append(current_identity.get())
+        return len(server.requests.pop(tenant, []))
+
+    server.leavers._abort_requests = abort
+
+    async def request() -> None:
+        current_identity.set(Identity(TenantId("a"), Owner("t:a")))
+        server.live.hang_up()
+
+    async def scenario() -> None:
+        await asyncio.create_task(request())
+        while not server.live._tasks:
+            await asyncio.sleep(0)
+        server.requests["a"] = []
+        await asyncio.gather(*server.live._tasks)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert callers == [SYSTEM]
 
 
 def test_sighup_with_a_wrong_file_changes_nothing(
