@@ -28,6 +28,7 @@ __all__ = [
     "check_books",
     "damage",
     "disk_bytes",
+    "disk_bytes_in",
     "finish",
     "flip",
     "get",
@@ -72,6 +73,15 @@ class FaultyIO(FileIO):
         self.short: int | None = None
         self.held = threading.Event()
         self.reads = 0
+
+    def heal(self) -> None:
+        """Let everything go on that is held, and fail no more."""
+        self.errors.clear()
+        self.short = None
+        gates, self.gate, self.write_gate = (self.gate, self.write_gate), None, None
+        for gate in gates:
+            if gate is not None:
+                gate.set()
 
     def open(self, path: Path, size: int) -> int:
         self._maybe_fail("open")
@@ -167,8 +177,13 @@ def slab_files(folder: Path) -> list[Path]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return what ``du`` shows for the pages."""
+    """Return what ``du`` shows for the pages of ``make_store``."""
     return sum(path.stat().st_blocks * 512 for path in slab_files(folder))
+
+
+def disk_bytes_in(folder: Path) -> int:
+    """Return what ``du`` shows for the pages of any store below ``folder``."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*.slab"))
 
 
 def check_books(store: NvmeStore, folder: Path, total: int | None = None) -> None:
