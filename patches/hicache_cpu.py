@@ -2,12 +2,14 @@
 
 SGLang copies between device and host pools with CUDA kernels, registers host memory with the CUDA
 driver, and leaves 10 GiB of the machine alone. On a CPU both pools are ordinary memory, so a copy
-is an index copy and nothing can be registered. Needs ``--hicache-io-backend direct`` with
+is an index copy and nothing can be registered; it is over when it returns, and its events tell how
+long it took, which torch's own for a CPU do not. Needs ``--hicache-io-backend direct`` with
 ``--hicache-mem-layout layer_first``. Never called where an accelerator serves.
 """
 
 import inspect
 import os
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -17,12 +19,38 @@ import torch
 from sglang_ext.errors import HookError
 from sglang_ext.patches.versions import SGLANG_VERSION
 
-__all__ = ["copy_pages", "enable_hicache"]
+__all__ = ["CopyEvent", "copy_pages", "enable_hicache"]
 
 _COPY = "transfer_kv_direct"
 _RESERVE = "HICACHE_HOST_MEMORY_RESERVE_BYTES"
 _MOST_RESERVE_BYTES = 10 * 2**30
 _RESERVE_FRACTION = 10
+_EVENTS = "make_timing_event_pair"
+
+
+class CopyEvent:
+    """A moment at which everything before it is done, as on a CPU it always is."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Take the present as the moment."""
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: "CopyEvent") -> float:
+        """Return the milliseconds from here to ``end``, as CUDA's events do."""
+        return (end.at - self.at) * 1000
+
+    def query(self) -> bool:
+        """Tell whether the moment has come."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the moment: it has come."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Let a stream wait for the moment: it has come."""
 
 
 def copy_pages(
@@ -49,10 +77,13 @@ def enable_hicache() -> None:
     Raises HookError where a target is not what this release was written for.
     """
     # Imported late: these modules ask SGLang's platform, which imports this one.
+    from sglang.srt.mem_cache import l2_transfer
     from sglang.srt.mem_cache.pool_host import base, mha, mla
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _lower_reserve(base)
+    _expect(hasattr(l2_transfer, _EVENTS), f"{l2_transfer.__name__} has no {_EVENTS}")
+    setattr(l2_transfer, _EVENTS, _timed_events)
     for module, pool in ((mha, mha.MHATokenToKVPoolHost), (mla, mla.MLATokenToKVPoolHost)):
         _offer_copy(module, pool.load_to_device_per_layer)
         _offer_copy(module, pool.backup_from_device_all_layer)
@@ -64,6 +95,11 @@ def enable_hicache() -> None:
         HookRegistry.apply_hooks()
     wrapped = hasattr(base.HostKVCache.__init__, "__wrapped__")
     _expect(wrapped, "the hook on HostKVCache was not applied; see the log above")
+
+
+def _timed_events() -> tuple[CopyEvent, CopyEvent, bool]:
+    """Return start and end of one copy, and that they tell its time."""
+    return CopyEvent(), CopyEvent(), True
 
 
 def _pages(layer: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ def register() -> None:
     from sglang_ext.operations import OPERATIONS
     from sglang_ext.patches import hooks
     from sglang_ext.patches.admin_channel import admin_channel_hooks
+    from sglang_ext.patches.prefill_rate import prefill_rate_hooks
     from sglang_ext.patches.refusal_status import refusal_status_hooks
     from sglang_ext.patches.schedule_policy import offer_tenant_fair
     from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
@@ -44,6 +45,7 @@ def register() -> None:
             *scheduler_hooks(active.policy(), _scheduler_metrics),
             *shutdown_hooks(),
             *weight_update_hooks(),
+            *prefill_rate_hooks(),
         ]
     )
     register_backend(partial(public_prefixes, active.policy()), check=hooks.verify)

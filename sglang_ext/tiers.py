@@ -47,6 +47,8 @@ def complete_storage_config(ctx: Any, policy: Policy) -> None:
         "weights_hash": _weights(ctx),
         "kv_dtype": str(ctx.params.token_to_kv_pool_allocator.get_kvcache().dtype),
         "scales": kv_scales(runner.model),
+        # What is worth a fetch is measured (``sglang_ext.fetching``), not fixed here.
+        "prefetch_threshold": int(ctx.params.page_size),
         **({} if nvme.master_key is None else {"master_key": nvme.master_key}),
         **given,
     }

@@ -16,6 +16,7 @@ _TOP = {"plugin", "launch_server", "cli"}
 # The shells, one seam each. Every other file works, and is tested, without SGLang.
 _IMPORT_SGLANG = {
     "sglang_ext/cache_backend.py",
+    "sglang_ext/fetching.py",
     "sglang_ext/launch_server.py",
     "sglang_ext/pins.py",
     "sglang_ext/policy_change.py",
@@ -24,10 +25,12 @@ _IMPORT_SGLANG = {
     "sglang_ext/quotas.py",
     "sglang_ext/tiers.py",
     "sglang_ext/tokenizer_metrics.py",
+    "sglang_ext/traffic.py",
     "sglang_ext/warm_up.py",
     "radix/component.py",
     "radix/dump.py",
     "radix/hashes.py",
+    "radix/host_copies.py",
     "radix/integrity.py",
     "radix/key.py",
     "radix/node.py",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import base, mha, mla
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -137,3 +138,15 @@ def test_a_copy_needs_as_many_layers_on_both_sides() -> None:
     layer = torch.zeros(PAGE, 1)
     with pytest.raises(ValueError, match="zip"):
         copy_pages([layer], [layer, layer], slots(0), slots(0), PAGE)
+
+
+def test_copies_tell_how_long_they_took() -> None:
+    enable_hicache()
+    start, end, timed = l2_transfer.make_timing_event_pair()
+    assert timed
+    start.record()
+    end.record()
+    assert end.query()
+    assert start.elapsed_time(end) >= 0
+    start.at, end.at = 1.0, 1.25
+    assert start.elapsed_time(end) == 250

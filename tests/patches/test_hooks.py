@@ -13,6 +13,7 @@ from sglang_ext.errors import HookError, UnsupportedError
 from sglang_ext.patches import hooks, versions
 from sglang_ext.patches.admin_channel import admin_channel_hooks
 from sglang_ext.patches.hooks import Hook
+from sglang_ext.patches.prefill_rate import prefill_rate_hooks
 from sglang_ext.patches.refusal_status import refusal_status_hooks
 from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
 from sglang_ext.patches.shutdown import shutdown_hooks
@@ -142,6 +143,7 @@ def _all_hooks() -> list[Hook]:
         *scheduler_hooks(policy, _no_observer),
         *shutdown_hooks(),
         *weight_update_hooks(),
+        *prefill_rate_hooks(),
     ]
 
 
