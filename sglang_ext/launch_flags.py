@@ -13,6 +13,8 @@ from sglang_ext.tier_flags import tier_flags, tier_switches
 __all__ = ["given_flags", "own_arguments", "with_defaults"]
 
 _CPU_DEFAULTS = {"--device": "cpu", "--sampling-backend": "pytorch"}
+_CPU_STEP_TOKENS = 256
+"""What a tenant waits for at most is a step: about a quarter of a second on two cores."""
 _CPU_POOL = {"--max-total-tokens": "32768", "--mem-fraction-static": "0.3"}
 _ALIASES = {
     "--model": "--model-path",
@@ -72,7 +74,7 @@ def with_defaults(
     if _PRIORITIES not in given:
         defaults["--schedule-policy"] = "tenant-fair"
     if on_cpu:
-        defaults |= _cpu_flags(given)
+        defaults |= _cpu_flags(given, _page_size(argv, policy))
     chosen = {flag: value for flag, value in defaults.items() if flag not in given}
     pairs = [word for pair in chosen.items() for word in pair]
     switches = ["--enable-metrics", "--enable-cache-report", *tier_switches(policy, given)]
@@ -86,10 +88,22 @@ def _engine_flags(policy: Policy) -> dict[str, str]:
     }
 
 
-def _cpu_flags(given: set[str]) -> dict[str, str]:
+def _cpu_flags(given: set[str], page_size: int) -> dict[str, str]:
     """Return flags for a machine without accelerator; its memory is shared with everything else."""
     pool = {} if given & _CPU_POOL.keys() else _CPU_POOL
-    return _CPU_DEFAULTS | pool
+    pages = max(1, _CPU_STEP_TOKENS // page_size)
+    return {**_CPU_DEFAULTS, "--chunked-prefill-size": str(pages * page_size), **pool}
+
+
+def _page_size(argv: Sequence[str], policy: Policy) -> int:
+    """Return the page size in force; one that is no number is left to SGLang to refuse."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--page-size", type=int, default=policy.engine.page_size)
+    try:
+        found = parser.parse_known_args(argv)[0].page_size
+    except argparse.ArgumentError:
+        found = policy.engine.page_size
+    return max(1, int(found))
 
 
 def _flags_of_config(argv: Sequence[str]) -> set[str]:

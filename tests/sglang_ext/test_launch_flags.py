@@ -45,6 +45,25 @@ def test_a_given_pool_size_replaces_both_pool_defaults() -> None:
     assert "--max-total-tokens" not in _flags("--mem-fraction-static", "0.5")
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ((), "256"),
+        (("--page-size", "24"), "240"),
+        (("--page-size=1024",), "1024"),
+        (("--page-size", "one"), "256"),
+        (("--page-size", "0"), "256"),
+    ],
+)
+def test_a_step_on_a_cpu_is_short_and_holds_whole_pages(
+    given: tuple[str, ...], tokens: str
+) -> None:
+    assert _flags(*given)["--chunked-prefill-size"] == tokens
+    argv = [*given, "--chunked-prefill-size", "64"]
+    assert with_defaults(argv, _POLICY, on_cpu=True, demo_model=None).count(argv[-2]) == 1
+    assert "--chunked-prefill-size" not in _flags(*given, on_cpu=False)
+
+
 def test_an_accelerator_gets_no_cpu_flags() -> None:
     assert "--device" not in _flags(on_cpu=False)
 
