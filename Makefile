@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PORT ?= 30000
 POLICY ?= examples/tenants.yaml
 
-.PHONY: help install serve lint types unit serving test bench-quick clean
+.PHONY: help install tools serve lint types unit serving test bench-quick clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +21,11 @@ $(STAMP): pyproject.toml setup.py
 	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off -e '.[dev]' \
 		| grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c1-160
 	touch $@
+
+tools: ## Install Prometheus and Chromium for their tests, where apt-get can (else those are skipped)
+	@which promtool chromium chromedriver >/dev/null || { apt-get -q update && apt-get -qy install \
+		--no-install-recommends prometheus chromium chromium-driver >/dev/null; } \
+		|| echo "== no Prometheus or Chromium: their tests are skipped"
 
 serve: $(STAMP) ## Serve the demo model to the tenants of examples/tenants.yaml
 	@$(VENV)/bin/sglang-ext demo-model >/dev/null
@@ -40,7 +45,7 @@ unit: $(STAMP) ## Tests that start no server
 serving: $(STAMP) ## Tests against the real server
 	$(PYTHON) -m pytest -m serving --durations 10
 
-test: lint types ## All checks and all tests
+test: lint types tools ## All checks and all tests
 	$(PYTHON) -m pytest --durations 15
 
 bench-quick: $(STAMP) ## Every benchmark, under a minute each, results into build/

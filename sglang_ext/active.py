@@ -86,4 +86,4 @@ def _handed_over() -> Policy:
 @functools.cache
 def request_metrics() -> RequestMetrics:
     """Return the one recorder of request metrics of this process."""
-    return RequestMetrics(policy().metrics.tenants)
+    return RequestMetrics(policy().metrics.tenants, list(policy().tenants))

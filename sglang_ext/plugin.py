@@ -52,6 +52,9 @@ def register() -> None:
 
 
 def _scheduler_metrics() -> "SchedulerMetrics":
+    from sglang_ext.observe import recording
     from sglang_ext.scheduler_metrics import SchedulerMetrics
 
-    return SchedulerMetrics(active.policy().metrics.tenants)
+    policy = active.policy()
+    usage = recording.held_usage()
+    return SchedulerMetrics(policy.metrics.tenants, list(policy.tenants), usage)

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_ext.metrics import OTHER, HeldMetrics, TenantLabels
 from sglang_ext.observe.catalog import make
 from sglang_ext.observe.ghosts import GhostPages
+from sglang_ext.observe.usage import HeldUsage
 from sglang_ext.tier_metrics import TierMetrics, capacities, on_disk
 from sglang_ext.types import Owner, OwnerLimits, TenantId, Tier
 
@@ -20,10 +21,13 @@ class SchedulerMetrics:
     prometheus_client is imported here, after SGLang has chosen its folder for several processes.
     """
 
-    def __init__(self, tenant_limit: int) -> None:
+    def __init__(
+        self, tenant_limit: int, tenants: Sequence[str] = (), usage: HeldUsage | None = None
+    ) -> None:
+        """``tenants`` have their counters from the beginning, ``usage`` takes in token-seconds."""
         self._labels = TenantLabels(tenant_limit)
         self._held = HeldMetrics(tenant_limit)
-        self._tiers = TierMetrics(tenant_limit)
+        self._tiers = TierMetrics(tenant_limit, usage)
         self._published: set[str] = set()
         self._due = 0.0
         self._queue_time = make("queue_time_seconds")
@@ -36,6 +40,8 @@ class SchedulerMetrics:
         self._reserve = make("reserve_tokens")
         self._recomputed = make("recomputed_tokens_total")
         self._ghosts = GhostPages()
+        for tenant in tenants[:tenant_limit]:
+            self._recomputed.labels(self._labels.of(tenant, 0))
 
     def admitted(self, tenant: TenantId, seconds: float) -> None:
         """Record how long a request waited."""

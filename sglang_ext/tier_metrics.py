@@ -6,10 +6,14 @@ from typing import Any
 
 from sglang_ext.metrics import HeldMetrics, TenantLabels
 from sglang_ext.observe.catalog import make
+from sglang_ext.observe.usage import HeldUsage
 from sglang_ext.tiering.token_time import Held, TokenTime
 from sglang_ext.types import Owner, Tier
 
 __all__ = ["TierMetrics", "capacities", "on_disk"]
+
+_BYTES = "_bytes"
+_LOSSES = ("corrupt", "truncated", "not_a_page", "io_error", "no_space", "timeout")
 
 
 def on_disk(cache: Any) -> dict[tuple[Owner, Tier], int]:
@@ -59,10 +63,13 @@ class TierMetrics:
     prometheus_client is imported here, after SGLang has chosen its folder for several processes.
     """
 
-    def __init__(self, owner_limit: int) -> None:
+    def __init__(self, owner_limit: int, usage: HeldUsage | None = None) -> None:
+        """``usage`` takes in token-seconds for bills."""
+        self._usage = usage
         self._labels = TenantLabels(owner_limit)
         self._evicted = make("evicted_tokens_total")
         self._events = make("store_events_total")
+        self._event_bytes = make("store_bytes_total")
         self._capacity = make("tier_capacity_tokens")
         self._bytes = HeldMetrics(owner_limit, "held_bytes")
         self._token_seconds = make("token_seconds_total")
@@ -83,15 +90,26 @@ class TierMetrics:
         for eviction, tokens in self._news("evicted", cache.evictions):
             owner = self._labels.of(eviction.owner or "public", tokens)
             self._evicted.labels(owner, eviction.tier.value, eviction.reason.value).inc(tokens)
-        events = {} if cache.store is None else cache.store.counters()
-        for event, count in self._news("event", events):
-            self._events.labels(event).inc(count)
+        self._publish_events({} if cache.store is None else cache.store.counters())
 
     def _publish_token_seconds(self, cache: Any) -> None:
         now_ms = cache.clock.now_ms
         areas = dict(cache.token_time.totals(now_ms)) | dict(self._disk_time.totals(cache, now_ms))
         for (owner, tier), seconds in self._news("area", areas):
-            self._token_seconds.labels(self._labels.of(owner or "public"), tier.value).inc(seconds)
+            label = self._labels.of(owner or "public", 0)
+            self._token_seconds.labels(label, tier.value).inc(seconds)
+        if self._usage is not None:
+            self._usage.publish(areas)
+
+    def _publish_events(self, totals: Mapping[str, int]) -> None:
+        # An alert sees no first increment of a series that begins with it.
+        for event in _LOSSES if totals else ():
+            self._events.labels(event)
+        for event, count in self._news("event", totals):
+            if event.endswith(_BYTES):
+                self._event_bytes.labels(event.removesuffix(_BYTES)).inc(count)
+            else:
+                self._events.labels(event).inc(count)
 
     def _publish_moves(self, cache: Any) -> None:
         for name, moved in (("bytes", cache.moved_bytes), ("seconds", cache.moved_seconds)):

@@ -68,8 +68,9 @@ class _File(NamedTuple):
 
 
 def _files() -> list[_File]:
-    folders = ("sglang_ext", "sglang_ext/observe", *_PARTS)
-    found = [path for folder in folders for path in (_ROOT / folder).glob("*.py")]
+    folders = [_ROOT / "sglang_ext", *(_ROOT / part for part in _PARTS)]
+    folders += [path for path in folders[0].iterdir() if path.is_dir() and not path.is_symlink()]
+    found = [path for folder in folders for path in folder.glob("*.py")]
     return [_File(str(path.relative_to(_ROOT)), path.read_text("utf-8")) for path in sorted(found)]
 
 

@@ -15,7 +15,11 @@ from sglang_ext.patches.versions import SGLANG_VERSION
 
 _ROOT = Path(__file__).parents[1]
 _PARTS = ("radix", "tiering", "tenancy", "patches")
-_INNER = ("observe", "dashboards")
+_INNER = [
+    path.name
+    for path in (_ROOT / "sglang_ext").iterdir()
+    if path.is_dir() and not path.is_symlink() and path.name != "__pycache__"
+]
 _WITH_DATA = {f"sglang_ext/{name}" for name in _INNER}
 _BUILT_FROM = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 

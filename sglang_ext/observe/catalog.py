@@ -184,6 +184,7 @@ _ALL = (
         "loss.",
         "event",
     ),
+    _counter("store_bytes", "Bytes of the pages that were a hit, or stored.", "event"),
 )
 
 METRICS = {metric.name: metric for metric in _ALL}

@@ -5,15 +5,24 @@
 
 import functools
 import os
+from multiprocessing import util
 from pathlib import Path
 
 from sglang_ext import active
 from sglang_ext.observe.catalog import make
 from sglang_ext.observe.recent import RecentRequests
-from sglang_ext.observe.usage import UsageRecorder
+from sglang_ext.observe.usage import HeldUsage, UsageRecorder
 from sglang_ext.observe.usage_store import UsageStore
 
-__all__ = ["USAGE_VARIABLE", "close", "hand_over", "recent", "record_requests", "usage"]
+__all__ = [
+    "USAGE_VARIABLE",
+    "close",
+    "hand_over",
+    "held_usage",
+    "recent",
+    "record_requests",
+    "usage",
+]
 
 USAGE_VARIABLE = "SGLANG_EXT_USAGE"
 """Path of the usage file; absent: usage is not kept."""
@@ -40,6 +49,16 @@ def usage() -> UsageRecorder | None:
     recorder = UsageRecorder(UsageStore(Path(path)), on_error=lambda: errors().inc())
     recorder.start()
     return recorder
+
+
+def held_usage() -> HeldUsage | None:
+    """Return what takes in token-seconds in a scheduler, once; None: usage is not kept."""
+    recorder = usage()
+    if recorder is None:
+        return None
+    # A child of multiprocessing runs no atexit functions.
+    util.Finalize(None, recorder.close, exitpriority=0)
+    return HeldUsage(recorder)
 
 
 @functools.cache
