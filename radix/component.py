@@ -5,6 +5,7 @@ from typing import Any
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 
 from sglang_ext.radix.host_copies import free_host_leaf
+from sglang_ext.radix.node import FULL
 from sglang_ext.radix.victims import Victim
 from sglang_ext.types import Tier
 
@@ -67,6 +68,10 @@ class TenantFullComponent(FullComponent):
                 self.tree_core, victim.node, tracker, device_frees, host_frees, cache_actions
             )
             victims.gone(victim)
+
+    def reclaimable_value_len(self, node: Any) -> int:
+        # As many slots as tokens; a tensor's own length costs a call into torch.
+        return node.key.size if node.component_data[FULL].value is not None else 0
 
     def acquire_component_lock(self, node: Any, result: Any, lock_host: bool = False) -> Any:
         result = super().acquire_component_lock(node, result, lock_host)

@@ -35,7 +35,7 @@ class TenantKey(RadixKey):
     walk asks for them, and so the text must not change: ``token_ids`` is shared, never copied.
     """
 
-    __slots__ = ("owner", "public", "size", "space")
+    __slots__ = ("_first", "owner", "public", "size", "space")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class TenantKey(RadixKey):
         count = len(token_ids)
         self.size = count - 1 if is_bigram and count else count
         self.space: Any = (extra_key, cache_salt) if cache_salt else extra_key
+        self._first: Any = None
 
     def __len__(self) -> int:
         return self.size
@@ -77,6 +78,13 @@ class TenantKey(RadixKey):
     def page_aligned(self, page_size: int) -> "TenantKey":
         excess = self.size % page_size
         return self[: self.size - excess] if excess else self
+
+    def child_key(self, page_size: int = 1) -> Any:
+        """Return what a parent files this text under; always asked with the same page size."""
+        first = self._first
+        if first is None:
+            first = self._first = self.child_key_at(0, page_size)
+        return first
 
     def child_key_at(self, offset: int, page_size: int = 1) -> Any:
         end = offset + page_size
@@ -118,9 +126,8 @@ def own(
         return key.page_aligned(page_size)
     namespace = key.extra_key or SYSTEM_NAMESPACE
     owner, base_model = _standing(namespace)
-    owned = TenantKey(
-        key.raw_token_ids(), namespace, owner, key.cache_salt, bigram or key.is_bigram
-    )
+    tokens = key.token_ids if key.limit is None else key.raw_token_ids()
+    owned = TenantKey(tokens, namespace, owner, key.cache_salt, bigram or key.is_bigram)
     if owned.size % page_size:
         owned = owned.page_aligned(page_size)
     if prefixes and base_model:

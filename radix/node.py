@@ -1,15 +1,17 @@
 """A node of the extended tree: SGLang's, plus who owns it and what the ledger knows of it."""
 
-from operator import attrgetter
 from typing import Any
 
-from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE, ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-from sglang_ext.types import Tier
+from sglang_ext.types import Owner, Tier
 
-__all__ = ["NOTHING", "Holding", "TenantTreeNode"]
+__all__ = ["FULL", "NOTHING", "Holding", "TenantTreeNode"]
 
+
+FULL = int(BASE_COMPONENT_TYPE)
+"""Full attention's place in a node's ``component_data``; a plain int, which lists index faster."""
 
 Holding = tuple[int, bool, int, bool]
 """Tokens in HBM, whether locked there, tokens in CPU, whether locked there."""
@@ -29,35 +31,46 @@ class TenantTreeNode(UnifiedTreeNode):
 
     key: Any
 
-    # Defaults of the class: most nodes never change them, and none of them costs time to make.
-    access_ms: int = 0
-    hits: int = 0
-    pins: int = 0
-    booked: Holding = NOTHING
-    device_children: int = 0
-    host_children: int = 0
-    sessions: dict[Any, None] | None = None
-    lifespan: Any = None
-    sessions: dict[Any, None] | None = None
-    lifespan: Any = None
+    # Slots, not defaults of the class: a field first set after the node is made would cost it the
+    # dictionary layout that all nodes share, 1.3 KB.
+    __slots__ = (
+        "access_ms",
+        "booked",
+        "device_children",
+        "hits",
+        "host_children",
+        "lifespan",
+        "pins",
+        "sessions",
+    )
 
-    owner = property(attrgetter("key.owner"), doc="Who owns the pages; the root has no owner.")
+    def __init__(
+        self, tree_components: tuple[ComponentType, ...], priority: int, now_ms: int
+    ) -> None:
+        UnifiedTreeNode.__init__(self, tree_components, priority)
+        self.access_ms = now_ms
+        self.booked = NOTHING
+        self.hits = self.pins = self.device_children = self.host_children = 0
+        self.sessions: dict[Any, None] | None = None
+        self.lifespan: Any = None
+
+    @property
+    def owner(self) -> Owner:
+        """Who owns the pages; not to be asked of the root, which has none."""
+        return self.key.owner
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers that hold a copy of these pages and that the tree knows of."""
-        full = self.component_data[BASE_COMPONENT_TYPE]
+        full = self.component_data[FULL]
         held = ((Tier.HBM, full.value), (Tier.CPU, full.host_value))
         return tuple(tier for tier, value in held if value is not None)
 
     def holding(self) -> Holding:
         """Return what the node holds now. O(1)."""
-        full = self.component_data[BASE_COMPONENT_TYPE]
-        tokens = len(self.key)
-        on_device, on_host = full.value is not None, full.host_value is not None
-        return (
-            tokens if on_device else 0,
-            on_device and full.lock_ref > 0,
-            tokens if on_host else 0,
-            on_host and full.host_lock_ref > 0,
-        )
+        full, tokens = self.component_data[FULL], self.key.size
+        on_device = full.value is not None
+        hbm, hbm_locked = tokens if on_device else 0, on_device and full.lock_ref > 0
+        if full.host_value is None:
+            return hbm, hbm_locked, 0, False
+        return hbm, hbm_locked, tokens, full.host_lock_ref > 0

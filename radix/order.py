@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _CHUNK = 512
+_set_add = set.add
 _last = itemgetter(-1)
 
 
@@ -207,9 +208,10 @@ class Recency:
 
         O(1) for the newest, else O(log n).
         """
-        alone = not (self.recent or self._filed)
+        recent = self.recent
+        alone = not (recent or self._filed)
         if stamp >= self.newest:
-            self.newest = self.recent[leaf] = stamp
+            self.newest = recent[leaf] = stamp
             return alone
         lowers = alone or stamp < self.oldest()[0]
         entry = self._filed[leaf] = (stamp, leaf.id, leaf)
@@ -261,7 +263,7 @@ class LeafOrder(set[Any]):
                 return
             order.remove(leaf)
         else:
-            set.add(self, leaf)
+            _set_add(self, leaf)
         if order.add(leaf, stamp):
             self.strategy.lowered(owner, stamp)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE, ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import get_and_increase_time_counter
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.utils import compute_node_hash_values
 
@@ -14,7 +15,7 @@ from sglang_ext.radix.hashes import boundary_seed, node_hashes, turns_private
 from sglang_ext.radix.host_copies import is_spare_copy
 from sglang_ext.radix.key import TenantKey, own
 from sglang_ext.radix.ledger import Ledger
-from sglang_ext.radix.node import NOTHING, Holding, TenantTreeNode
+from sglang_ext.radix.node import FULL, NOTHING, Holding, TenantTreeNode
 from sglang_ext.radix.order import LeafOrder
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.victims import Victims
@@ -23,6 +24,7 @@ from sglang_ext.types import PUBLIC, Tier
 __all__ = ["FetchPlan", "TenantTreeCore"]
 
 _FULL = BASE_COMPONENT_TYPE
+_HBM, _CPU = Tier.HBM, Tier.CPU  # an enum's members are slow to read
 _NOBODY: tuple[None, float, int] = (None, 0.0, 0)
 
 
@@ -113,14 +115,14 @@ class TenantTreeCore(UnifiedTreeCore):
 
     def begin_insert(self, params: InsertParams) -> Any:
         params.key = own(params.key, self.public, self.is_eagle, self.page_size)
-        return super().begin_insert(params)
+        return UnifiedTreeCore.begin_insert(self, params)
 
     def _insert_commit_step(self, state: Any) -> None:
         """Add the tail in one node, or in two when it begins public and goes on private."""
         matched, public = state.total_prefix_length, state.key.public
         if 0 < public < len(state.key):
             self._insert_public_run(state, public)
-        super()._insert_commit_step(state)
+        UnifiedTreeCore._insert_commit_step(self, state)
         state.result.prefix_len = matched
         if len(self.components) > 1:
             # Another component may have stamped the node once more.
@@ -154,8 +156,7 @@ class TenantTreeCore(UnifiedTreeCore):
     # ---- nodes
 
     def _new_node(self, priority: int = 0) -> TenantTreeNode:
-        node = TenantTreeNode(self.component_types, priority)
-        node.access_ms = self.clock.now_ms
+        node = TenantTreeNode(self.component_types, priority, self.clock.now_ms)
         self._register_node(node)
         return node
 
@@ -168,7 +169,9 @@ class TenantTreeCore(UnifiedTreeCore):
         session_id: Any = None,
         rotation_base: Any = None,
     ) -> Any:
-        node = super()._add_new_node(parent, key, value, priority, session_id, rotation_base)
+        node = UnifiedTreeCore._add_new_node(
+            self, parent, key, value, priority, session_id, rotation_base
+        )
         if node.hash_value is not None and turns_private(node):
             # At once: a component may split the node before the insert is over.
             node.hash_value = node_hashes(node, self.page_size)
@@ -219,17 +222,18 @@ class TenantTreeCore(UnifiedTreeCore):
     def _note_use(self, deepest: Any) -> None:
         """Stamp a matched path on the shared clock and file the leaves on it again. O(path)."""
         now, node = self.clock.now_ms, deepest
+        in_hbm, in_cpu = self.evictable_device_leaves, self.evictable_host_leaves
         while node is not None:
             node.access_ms = now
-            if node in self.evictable_device_leaves:
-                self.evictable_device_leaves.touch(node)
-            if node in self.evictable_host_leaves:
-                self.evictable_host_leaves.touch(node)
+            if node in in_hbm:
+                in_hbm.touch(node)
+            if node in in_cpu:
+                in_cpu.touch(node)
             node = node.parent
 
     def _touch_node(self, node: Any) -> None:
         if node is self.root_node:
-            super()._touch_node(node)
+            node.last_access_time = get_and_increase_time_counter()
             return
         self._touched = (node, node.last_access_time, node.access_ms)
         super()._touch_node(node)
@@ -267,16 +271,16 @@ class TenantTreeCore(UnifiedTreeCore):
             self._settle(node, now)
 
     def _settle(self, node: TenantTreeNode, now: Holding) -> None:
-        (hbm, hbm_locked, cpu, cpu_locked), owner = now, node.owner
+        (hbm, hbm_locked, cpu, cpu_locked), owner = now, node.key.owner
         had_hbm, had_hbm_locked, had_cpu, had_cpu_locked = node.booked
         node.booked = now
         if hbm != had_hbm or hbm_locked != had_hbm_locked:
             free = hbm * (not hbm_locked) - had_hbm * (not had_hbm_locked)
-            self.ledger.book(owner, Tier.HBM, free, hbm - had_hbm - free)
+            self.ledger.book(owner, _HBM, free, hbm - had_hbm - free)
             node.parent.device_children += (hbm > 0) - (had_hbm > 0)
         if cpu != had_cpu or cpu_locked != had_cpu_locked:
             free = cpu * (not cpu_locked) - had_cpu * (not had_cpu_locked)
-            self.ledger.book(owner, Tier.CPU, free, cpu - had_cpu - free)
+            self.ledger.book(owner, _CPU, free, cpu - had_cpu - free)
             if (cpu > 0) != (had_cpu > 0):
                 node.parent.host_children += (cpu > 0) - (had_cpu > 0)
                 self._update_host_leaf(node.parent)
@@ -288,11 +292,15 @@ class TenantTreeCore(UnifiedTreeCore):
         now = node.holding()
         if now != node.booked:
             self._settle(node, now)
-        if self._is_device_leaf(node):
-            self.evictable_device_leaves.add(node)
-        elif node in self.evictable_device_leaves:
-            self.evictable_device_leaves.discard(node)
-        self._update_host_leaf(node)
+        hbm, locked, cpu, _ = now
+        leaves = self.evictable_device_leaves
+        may_go = hbm and not locked and not node.device_children
+        if may_go and (len(self.components) == 1 or self._is_device_leaf(node)):
+            leaves.add(node)
+        elif node in leaves:
+            leaves.discard(node)
+        if cpu or node in self.evictable_host_leaves:
+            self._update_host_leaf(node)
 
     def _update_host_leaf(self, node: TenantTreeNode) -> None:
         if node.booked[2] and self._is_host_leaf(node):
@@ -313,7 +321,7 @@ class TenantTreeCore(UnifiedTreeCore):
 
     def _is_device_leaf(self, node: TenantTreeNode) -> bool:
         """Answer as SGLang does, in O(1): it asks every child, we count the children there."""
-        full = node.component_data[_FULL]
+        full = node.component_data[FULL]
         if full.value is None or full.lock_ref or node.device_children:
             return False
         # Whoever locks another component locks this one too; a window cut short may outlive it.
@@ -323,7 +331,7 @@ class TenantTreeCore(UnifiedTreeCore):
 
     def _is_host_leaf(self, node: TenantTreeNode) -> bool:
         """Tell whether a copy in host memory may go: the last one as in SGLang, or a spare one."""
-        if node.component_data[_FULL].value is not None:
+        if node.component_data[FULL].value is not None:
             return is_spare_copy(self, node)
         if node.children:
             return False
