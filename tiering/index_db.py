@@ -61,11 +61,13 @@ class IndexDb:
         self._clean = folder / _CLEAN_FILE
         self.identity = identity
         self._db: sqlite3.Connection | None = None
+        self._whole = True
+        """No write of this run was refused, so that the database may tell the whole truth."""
 
     def load(self) -> Saved:
         """Open the database and read all of it; a missing or damaged one is replaced by a new one.
 
-        Never raises for what the database contains.
+        Never raises for what the database contains, nor when there is no room for a new one.
         """
         word = self._clean.read_text() if self._clean.exists() else ""
         self._clean.unlink(missing_ok=True)
@@ -74,14 +76,21 @@ class IndexDb:
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             logger.warning("the index %s is damaged (%s): scanning the pages", self._path, error)
         self._discard()
-        return self._read("")
+        try:
+            return self._read("")
+        except sqlite3.Error as error:
+            self._give_up(error)
+        return Saved([], set(), trusted=False)
 
     def replace_all(self, pages: list[tuple[Owner, bytes, Row]]) -> None:
-        """Make the database say exactly this, after a scan."""
-        db = self._open()
-        with db:
-            db.execute("DELETE FROM pages")
-            db.executemany(_UPSERT, [(owner, key, *row) for owner, key, row in pages])
+        """Make the database say exactly this, after a scan; never raises for want of room."""
+        try:
+            db = self._open()
+            with db:
+                db.execute("DELETE FROM pages")
+                db.executemany(_UPSERT, [(owner, key, *row) for owner, key, row in pages])
+        except sqlite3.Error as error:
+            self._give_up(error)
 
     def apply(
         self, changes: dict[tuple[Owner, bytes], Row | None], stuck: set[tuple[int, int]]
@@ -100,6 +109,7 @@ class IndexDb:
         """Close the database, and say so in both places when it tells the whole truth."""
         db, self._db = self._open(), None
         word = secrets.token_hex(16)
+        clean = clean and self._whole
         if clean:
             with db:
                 says = [("clean", word), ("identity", self.identity)]
@@ -131,6 +141,10 @@ class IndexDb:
             self._db.execute("PRAGMA synchronous = OFF")
             self._db.execute("PRAGMA journal_mode = WAL")
         return self._db
+
+    def _give_up(self, error: sqlite3.Error) -> None:
+        logger.warning("cannot write the index %s (%s): the next start scans", self._path, error)
+        self._whole = False
 
     def _discard(self) -> None:
         if self._db is not None:

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -67,8 +68,9 @@ def lock_folder(folder: Path) -> int:
             f"NVMe folder {folder}: in use by another server (process {holder}); "
             "stop it, or give this one a folder of its own"
         ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    # Only for the message above, and a full disk may refuse it.
+    with suppress(OSError):
+        os.pwrite(fd, f"{os.getpid():<31}\n".encode(), 0)
     return fd
 
 

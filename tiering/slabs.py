@@ -11,6 +11,7 @@ more than writing it. A slot is one of
 so the blocks of all slots that are not holes are what ``du`` shows. Not thread-safe.
 """
 
+import errno
 import heapq
 import logging
 import re
@@ -211,22 +212,24 @@ class Slabs:
             self.give_back((slab, slot))
 
     def _reserve(self, slab: Slab, room: int) -> None:
-        """Turn neighbouring holes into ready slots with one call: [first, first + count)."""
-        most = max(1, min(_RESERVE_BYTES, room) // slab.slot_bytes)
-        first = slab.holes[0]
-        count = 1
-        slots = [heapq.heappop(slab.holes)]
-        while count < most and slab.holes and slab.holes[0] == first + count:
-            slots.append(heapq.heappop(slab.holes))
-            count += 1
-        try:
-            self._io.reserve(slab.fd, slab.offset(first), count * slab.slot_bytes)
-        except OSError:
-            for slot in slots:
+        """Turn neighbouring holes into ready slots with one call, fewer on a disk almost full."""
+        slots = _pop_neighbours(slab.holes, max(1, min(_RESERVE_BYTES, room) // slab.slot_bytes))
+        while (error := self._try_reserve(slab, slots)) is not None:
+            keep = len(slots) // 2 if error.errno == errno.ENOSPC else 0
+            for slot in slots[keep:]:
                 heapq.heappush(slab.holes, slot)
-            raise
+            slots = slots[:keep]
+            if not slots:
+                raise error
         slab.ready.extend(reversed(slots))
-        self.ready_bytes += count * slab.slot_bytes
+        self.ready_bytes += len(slots) * slab.slot_bytes
+
+    def _try_reserve(self, slab: Slab, slots: list[int]) -> OSError | None:
+        try:
+            self._io.reserve(slab.fd, slab.offset(slots[0]), len(slots) * slab.slot_bytes)
+        except OSError as error:
+            return error
+        return None
 
     def _erase(self, slab: Slab, slot: int) -> None:
         offset = slab.offset(slot)
@@ -236,6 +239,14 @@ class Slabs:
     def _add_stuck(self, slab: Slab, slot: int) -> None:
         self.stuck.add((slab.number, slot))
         self.stuck_bytes += slab.slot_bytes
+
+
+def _pop_neighbours(heap: list[int], most: int) -> list[int]:
+    """Take the smallest number of a heap, and those that follow it without a gap."""
+    taken = [heapq.heappop(heap)]
+    while len(taken) < most and heap and heap[0] == taken[-1] + 1:
+        taken.append(heapq.heappop(heap))
+    return taken
 
 
 def _is_slot_size(size: int) -> bool:
