@@ -112,7 +112,7 @@ class Engine:
         grown = -(-req.extend_end // PAGE) * PAGE - held
         with self.desk.scheduling.allocating({tenant.owner: grown}):
             pool.write((row, slice(held, held + grown)), self.desk.rig.alloc(grown))
-        kv.kv_allocated_len, kv.kv_committed_len = held + grown, req.extend_end
+        kv.kv_allocated_len = kv.kv_committed_len = req.extend_end
         self.desk.scheduling.shares.charge(tenant.tenant, req.extend_end - req.prefix_len)
         req.is_retracted = False
         checkpoint_kv_cache(req, cache)
@@ -128,7 +128,10 @@ class Engine:
         """Check that every token of the pool has one place."""
         cache, pool = self.desk.rig.cache, self.desk.rig.allocator
         running = {id(req): req.kv for req in [*self.batch.reqs, self.chunked] if req is not None}
-        private = sum(kv.kv_allocated_len - kv.cache_protected_len for kv in running.values())
+        private = sum(
+            -(-kv.kv_allocated_len // PAGE) * PAGE - kv.cache_protected_len
+            for kv in running.values()
+        )
         assert pool.available_size() + cache.evictable_size() + cache.protected_size() == (
             pool.size - private
         )
@@ -235,3 +238,25 @@ def test_what_would_not_be_enough_is_not_taken() -> None:
     engine.desk.submit("top", 300, 600)
     engine.step(8192)
     assert set(engine.batch.reqs) == {low, mid}
+
+
+def test_a_turn_under_a_flood_waits_for_the_step_that_runs_and_no_other() -> None:
+    """However long the flood's prompts are, and wherever in them the turn comes."""
+    engine = Engine("a: {}, b: {}", tokens=16_384)
+    waits: list[int] = []
+    for turn in range(24):
+        quiet = engine.desk.submit("b", 5 * STEP + 20, 1)
+        steps = 0
+        while quiet not in engine.batch.reqs:
+            assert engine.step() == [quiet]
+            steps += 1
+        waits.append(steps)
+        engine.finish(quiet)
+        for _ in range(12 + turn % 5):
+            while len(engine.desk.queue) < 6:
+                engine.desk.submit("a", 9 * STEP + turn, 1)
+            engine.step()
+            for req in list(engine.batch.reqs):
+                engine.finish(req)
+        engine.check()
+    assert waits == [6] * len(waits)
