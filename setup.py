@@ -5,6 +5,11 @@ from setuptools import setup
 SUBPACKAGES = ["radix", "tiering", "tenancy", "patches"]
 
 setup(
-    packages=["sglang_ext", "sglang_ext.observe", *(f"sglang_ext.{name}" for name in SUBPACKAGES)],
+    packages=[
+        "sglang_ext",
+        "sglang_ext.calibration",
+        "sglang_ext.observe",
+        *(f"sglang_ext.{name}" for name in SUBPACKAGES),
+    ],
     package_dir={f"sglang_ext.{name}": name for name in SUBPACKAGES},
 )

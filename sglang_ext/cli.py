@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_ext.calibration.command import add_calibrate
 from sglang_ext.errors import PolicyError, SglangExtError
 from sglang_ext.observe.commands import add_commands
 from sglang_ext.tenancy.fields import name as read_name
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     tree.set_defaults(run=_tree)
 
     add_commands(commands)
+    add_calibrate(commands)
 
     demo = commands.add_parser("demo-model", help="print the folder of the demo model")
     demo.set_defaults(run=_demo_model)

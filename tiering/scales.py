@@ -66,7 +66,7 @@ def checkpoint_hash(folder: Path) -> str:
 
 
 def save_scales(path: Path, scales: Scales) -> None:
-    """Write ``scales`` to ``path``, over what was there."""
+    """Write ``scales`` to ``path``, over what was there; raise ``ScalesError`` when that fails."""
     tensors = {
         f"layers.{number}.{which}.{part}": getattr(channels, part).contiguous()
         for number, layer in scales.layers.items()
@@ -80,8 +80,11 @@ def save_scales(path: Path, scales: Scales) -> None:
         "weights": scales.weights,
     }
     partial = path.with_name(f".{path.name}.partial")
-    save_file(tensors, partial, metadata)
-    partial.replace(path)
+    try:
+        save_file(tensors, partial, metadata)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise ScalesError(f"{path}: could not be written: {error}") from None
 
 
 def load_scales(path: Path, *, weights: str | None = None, format: Format | None = None) -> Scales:

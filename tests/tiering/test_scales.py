@@ -50,6 +50,11 @@ def test_writing_leaves_nothing_beside_the_file(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, scales: Scales) -> None:
+    with pytest.raises(ScalesError, match="could not be written"):
+        save_scales(tmp_path / "absent" / "scales", scales)
+
+
 @pytest.mark.trial(88)
 def test_a_file_of_other_weights_or_format_is_refused(path: Path) -> None:
     with pytest.raises(ScalesError, match="made for weights abc, but the server has other"):
