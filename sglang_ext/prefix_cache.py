@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from sglang_ext.fetching import FetchingCache
 from sglang_ext.lifespans import Lifespans
@@ -226,6 +227,7 @@ class TenantRadixCache(FetchingCache):
             return False
         return True
 
+    @rank_consensus(same_params=["leaf.id", "tier", "reason"])
     def free_leaf(self, leaf: Any, tier: Tier, reason: Reason) -> bool:
         """Free what an unlocked leaf holds in ``tier``, and count why. O(leaf)."""
         owner, tokens = leaf.owner, len(leaf.key)
