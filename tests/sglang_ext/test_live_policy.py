@@ -114,9 +114,15 @@ def test_one_rank_that_cannot_is_enough(server: Server, monkeypatch: pytest.Monk
 
 
 def test_only_what_was_checked_last_is_put_in_force(server: Server) -> None:
-    for body in ({}, {"version": "x"}):
-        with pytest.raises(ValueError, match="not the policy checked last"):
-            asyncio.run(server.ask("policy_apply", body))
+    async def scenario() -> None:
+        for checked in (False, True):
+            for body in ({}, {"version": "x"}):
+                if checked:
+                    await server.ask("policy_check", {"document": active.policy().document})
+                with pytest.raises(ValueError, match="not the policy checked last"):
+                    await server.ask("policy_apply", body)
+
+    asyncio.run(scenario())
 
 
 def test_what_a_tenant_has_stays_when_another_changes(server: Server) -> None:
