@@ -104,11 +104,13 @@ class TenantPrefillAdder(PrefillAdder):
 
     def preempt_to_schedule(self, req: Any) -> bool:
         """Make a place in a full batch; SGLang asks when all places are taken."""
-        return self._scheduling.fair and preempt(self, self._scheduling, req, 0)
+        if not self._scheduling.fair:
+            return bool(super().preempt_to_schedule(req))
+        return preempt(self, self._scheduling, req, 0)
 
     def _preempt(self, req: Any) -> bool:
         """Make memory for ``req`` at the cost of running requests of lower classes."""
-        if not (self._scheduling.fair and self._scheduling.has_classes()):
+        if not (self._scheduling.fair and self._scheduling.has_classes):
             return False
         missing = self._need(req) + self.page_size - int(self.rem_total_tokens)
         return preempt(self, self._scheduling, req, missing + 1)

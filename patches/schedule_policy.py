@@ -143,8 +143,6 @@ def policy_hooks(scheduling: TenantScheduling) -> list[Hook]:
         scheduler.schedule_policy = "fcfs"
         original(scheduler)
         scheduler.schedule_policy = chosen
-        # SGLang then asks the adder for room in every pass, even where a batch was full.
-        scheduler.enable_priority_preemption = scheduling.has_classes()
         scheduler.policy = TenantFairPolicy(
             scheduling,
             tree_cache=scheduler.tree_cache,

@@ -72,6 +72,7 @@ class TenantScheduling:
     owners whose next request was refused room, with the tokens that it needs. ``front`` is the
     waiting request that is next in this pass. ``limited``: some
     owner has a hard quota or a reserve; without, SGLang's own budget is all that counts.
+    ``has_classes``: there are service classes of which one could give way to another.
     """
 
     cache: Any
@@ -99,6 +100,8 @@ class TenantScheduling:
         self.reserves = any(tenant.reserve.hbm is not None for tenant in tenants)
         self.hard = {tenant.owner for tenant in tenants if tenant.quota.hard}
         self.limited = self.reserves or bool(self.hard)
+        own = [tenant.sla for tenant in tenants if tenant.name != SYSTEM_TENANT]
+        self.has_classes = len(set(own)) > 1
         self.blocked.clear()
 
     def tenant(self, name: TenantId) -> TenantPolicy:
@@ -151,11 +154,6 @@ class TenantScheduling:
             self.growth[ticket.owner] -= max(0, last_token(req) - req.kv.kv_allocated_len)
         if self.metrics is not None:
             self.metrics.preempted(ticket.tenant, reason)
-
-    def has_classes(self) -> bool:
-        """Tell whether the policy knows classes of which one could give way to another."""
-        tenants = self.policy.tenants.values()
-        return len({tenant.sla for tenant in tenants if tenant.name != SYSTEM_TENANT}) > 1
 
     def is_owed_a_step(self, tenant: TenantId, other: TenantId) -> bool:
         """Tell whether ``tenant`` is so far behind ``other`` that it gets a step without it."""
@@ -240,6 +238,9 @@ def scheduling_hooks(scheduling: TenantScheduling) -> list[Hook]:
         scheduling.cache.tick()
         scheduling.count_running(_in_flight(scheduler, running_batch, last_batch))
         scheduling.publish(scheduler.waiting_queue)
+        if scheduling.fair:
+            # SGLang then asks the adder for room in every pass, even where a batch was full.
+            scheduler.enable_priority_preemption = scheduling.has_classes
         return original(scheduler, running_batch=running_batch, last_batch=last_batch)
 
     def run_batch(

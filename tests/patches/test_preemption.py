@@ -72,16 +72,21 @@ class Engine:
         self.chunked: Any = None
         self.finished: list[Any] = []
 
+    def adder(self, limit: int) -> TenantPrefillAdder:
+        """Return what admits in one pass that computes ``limit`` prompt tokens."""
+        desk = self.desk
+        return TenantPrefillAdder(
+            PAGE, desk.rig.cache, desk.rig.allocator, self.batch, 1.0, 8192, limit,
+            scheduling=desk.scheduling,
+        )  # fmt: skip
+
     def step(self, limit: int = STEP) -> list[Any]:
         """Run one pass as SGLang does; return what the batch computes."""
         desk = self.desk
         in_flight = [*self.batch.reqs, *([self.chunked] if self.chunked else [])]
         desk.scheduling.count_running(in_flight)
         desk.fair_policy.calc_priority(desk.queue)
-        adder = TenantPrefillAdder(
-            PAGE, desk.rig.cache, desk.rig.allocator, self.batch, 1.0, 8192, limit,
-            scheduling=desk.scheduling,
-        )  # fmt: skip
+        adder = self.adder(limit)
         if self.chunked is not None:
             self.chunked.init_next_round_input()
             self.chunked = adder.add_chunked_req(self.chunked)
@@ -210,6 +215,24 @@ def test_running_requests_of_a_lower_class_make_room_for_a_higher_one() -> None:
         engine.finish(engine.batch.reqs[0])
         engine.step(8192)
     engine.check()
+
+
+def test_a_higher_class_gets_a_place_in_a_full_batch() -> None:
+    engine = Engine(CLASSES)
+    low = [engine.desk.submit("low", 200, 8) for _ in range(4)]
+    assert engine.step(8192) == low
+    adder = engine.adder(STEP)
+    assert not adder.preempt_to_schedule(engine.desk.submit("low", 16, 8))
+    assert adder.preempt_to_schedule(engine.desk.submit("top", 16, 8))
+    assert engine.batch.reqs == low[:3]
+    assert adder.preempt_list == low[3:]
+
+
+def test_sglangs_own_priorities_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(CLASSES)
+    engine.desk.scheduling.fair = False
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda self, req: True)
+    assert engine.adder(STEP).preempt_to_schedule(engine.desk.submit("low", 16, 8))
 
 
 def test_the_same_class_and_a_higher_one_make_no_room() -> None:
