@@ -2,6 +2,7 @@
 numbers, so that the three never disagree."""
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from sglang_ext.observe.catalog import PREFIX
@@ -10,6 +11,8 @@ from sglang_ext.types import Tier
 
 __all__ = ["Recent", "Sample", "overview", "samples_of"]
 
+_MOST = 200
+"""Tenants whose policy is shown."""
 _TIERS = (Tier.HBM, Tier.CPU, Tier.NVME)
 
 
@@ -51,7 +54,8 @@ def overview(samples: Iterable[Sample], recent: Recent, policy: Policy) -> dict[
         "owners": _owners(found),
         "store": {event: count for (event,), count in found.by("store_events_total", "event")},
         "slow": recent.slowest(),
-        "policy": [_tenant_policy(tenant) for tenant in policy.tenants.values()],
+        "policy": [_tenant_policy(tenant) for tenant in islice(policy.tenants.values(), _MOST)],
+        "policy_total": len(policy.tenants),
     }
 
 

@@ -74,6 +74,14 @@ def test_the_picture_of_a_server() -> None:
     json.dumps(picture)
 
 
+def test_the_policy_of_many_tenants_is_cut() -> None:
+    many = ", ".join(f"t{number}: {{}}" for number in range(500))
+    recent = SimpleNamespace(slowest=list, tenants=dict, service=dict)
+    picture = overview([], recent, parse_policy(f"version: 1\ntenants: {{{many}}}"))
+    assert len(picture["policy"]) == 200
+    assert picture["policy_total"] == 501
+
+
 def test_no_key_is_in_it() -> None:
     assert "sha256" not in json.dumps(_picture())
 

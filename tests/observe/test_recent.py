@@ -70,3 +70,12 @@ def test_the_slowest_come_first_and_are_few() -> None:
     assert [row["ttft"] for row in rows[:3]] == [None, 4.9, 4.8]
     assert len(rows) == 20
     assert rows[1]["cached"] == {"hbm": 16}
+
+
+def test_only_the_busiest_tenants_are_told_apart() -> None:
+    recent, _ = _recent()
+    for number in range(10):
+        for _ in range(number):
+            recent.finished(_request(f"t{number}"))
+    assert list(recent.tenants(most=2)) == ["t8", "t9"]
+    assert recent.service()["requests"] == 45

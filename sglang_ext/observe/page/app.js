@@ -87,7 +87,7 @@ function show(overview) {
   showTiers(overview.tiers);
   showTenants(overview);
   showSlow(overview);
-  showPolicy(overview.policy);
+  showPolicy(overview);
 }
 
 function showService({ service, tenants, store }) {
@@ -155,7 +155,8 @@ function showSlow({ slow }) {
   table(at("slow"), columns, rows, "No request yet.");
 }
 
-function showPolicy(policy) {
+function showPolicy({ policy, policy_total: total }) {
+  at("policy-more").textContent = total > policy.length ? `The first ${number(policy.length)} of ${number(total)} tenants.` : "";
   const sizes = (given) => TIERS.filter((tier) => given[tier]).map((tier) => `${tier} ${given[tier]}`).join(", ") || "–";
   const columns = ["tenant", "isolation", "class", "weight", "quota", "reserve", "lifetime", "waiting at most"];
   const rows = policy.map((tenant) => [
