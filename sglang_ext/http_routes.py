@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 
 from sglang_ext.audit_log import Refusal, audited
-from sglang_ext.patches.admin_channel import ask_schedulers
+from sglang_ext.patches.admin_channel import ask_schedulers, tokenize
 
 __all__ = ["router"]
 
@@ -29,8 +29,12 @@ async def tree(
 async def flush(body: dict[str, Any], request: Request) -> dict[str, list[dict[str, Any]]]:
     """Remove ``{"tenant": name}``, or ``{"all": true}``, from every tier.
 
+    With ``"session": id`` or ``"prefix": text or token ids`` only that goes; ``cache_salt`` and
+    ``extra_key`` say in which division of the tenant's space the prefix lies, as in its requests.
     Answers for each data-parallel rank what was freed, and what requests still hold.
     """
+    if isinstance(body.get("prefix"), str):
+        body = {**body, "prefix": await tokenize(body["prefix"])}
     ranks = await _ask("flush", body)
     request.state.audit = {"of": body.get("tenant", "all"), "ranks": ranks}
     return {"ranks": ranks}

@@ -1,13 +1,23 @@
 """What the operator may ask of the process that owns the tree (see ``patches.admin_channel``)."""
 
+from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
 from sglang_ext import active
+from sglang_ext.namespace import frame
 from sglang_ext.patches.admin_channel import Operation
+from sglang_ext.prefix_flush import flush_prefix
 from sglang_ext.radix.dump import dump
-from sglang_ext.types import Owner, TenantId
+from sglang_ext.radix.sessions import SessionId
+from sglang_ext.removal import Flushed
+from sglang_ext.session_operations import SESSION_OPERATIONS, counts
+from sglang_ext.sessions import close
+from sglang_ext.tenancy.policy import TenantPolicy
+from sglang_ext.types import Owner, TenantId, Tier
 
 __all__ = ["OPERATIONS"]
 
@@ -23,28 +33,64 @@ def _tree(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flush(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the pages of one tenant, or of everybody, from every tier."""
+    """Remove from every tier: a tenant, one of its sessions, one of its prefixes, or everything."""
     cache = scheduler.tree_cache
-    freed: Counter[str] = Counter(hbm_tokens=0, cpu_tokens=0, nvme_bytes=0)
-    in_use: Counter[str] = Counter(hbm_tokens=0, cpu_tokens=0)
-    for owner in _owners(cache, body):
-        flushed = cache.flush(owner)
-        freed.update({f"{tier}_tokens": tokens for tier, tokens in flushed.freed.items()})
-        freed["nvme_bytes"] += flushed.disk_bytes
-        in_use.update({f"{tier}_tokens": tokens for tier, tokens in flushed.in_use.items()})
-    return {"freed": dict(freed), "in_use": dict(in_use)}
+    unknown = set(body) - {"all", "tenant", "session", "prefix", "cache_salt", "extra_key"}
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]}: no such field of a flush")
+    if body.get("all") is True and len(body) == 1:
+        return counts(cache, _sum(map(cache.flush, _owners(cache))))
+    tenant = _tenant(body)
+    if "session" in body:
+        return counts(cache, _flush_session(cache, tenant, body["session"]))
+    if "prefix" in body:
+        return counts(cache, flush_prefix(cache, _key(tenant, body)))
+    return counts(cache, cache.flush(tenant.owner))
 
 
-def _owners(cache: Any, body: Mapping[str, Any]) -> list[Owner]:
-    """Return whose pages are meant; public text is flushed with everybody's."""
-    if body.get("all") is True and "tenant" not in body:
-        stored = [] if cache.store is None else cache.store.owners()
-        return sorted({*(owner for owner, _, _ in cache.ledger), *stored}, reverse=True)
+def _flush_session(cache: Any, tenant: TenantPolicy, name: Any) -> Flushed:
+    session = cache.sessions.find(SessionId(tenant.name, name)) if isinstance(name, str) else None
+    return Flushed({}, {}) if session is None else close(cache, session)
+
+
+def _key(tenant: TenantPolicy, body: Mapping[str, Any]) -> RadixKey:
+    """Return where a request of ``tenant`` for this prefix would look."""
+    tokens = body["prefix"]
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise ValueError("prefix: expected text, or a list of token ids")
+    for name in ("extra_key", "cache_salt"):
+        if not isinstance(body.get(name, ""), str):
+            raise ValueError(f"{name}: expected text, as in the requests that are meant")
+    namespace = frame(tenant.owner, body.get("extra_key", ""))
+    return RadixKey(array("q", tokens), namespace, cache_salt=body.get("cache_salt"))
+
+
+def _sum(flushed: Iterable[Flushed]) -> Flushed:
+    freed: Counter[Tier] = Counter()
+    in_use: Counter[Tier] = Counter()
+    disk_bytes = 0
+    for one in flushed:
+        freed.update(one.freed)
+        in_use.update(one.in_use)
+        disk_bytes += one.disk_bytes
+    return Flushed(freed, in_use, disk_bytes)
+
+
+def _owners(cache: Any) -> list[Owner]:
+    """Return everybody who has pages; public text is flushed with everybody's."""
+    stored = [] if cache.store is None else cache.store.owners()
+    return sorted({*(owner for owner, _, _ in cache.ledger), *stored}, reverse=True)
+
+
+def _tenant(body: Mapping[str, Any]) -> TenantPolicy:
     name = body.get("tenant")
     tenant = active.policy().tenants.get(TenantId(name)) if isinstance(name, str) else None
-    if tenant is None or "all" in body:
-        raise ValueError(f"tenant: {name!r}, expected one of the policy file, or all: true alone")
-    return [tenant.owner]
+    if tenant is None or "all" in body or {"session", "prefix"} <= set(body):
+        raise ValueError(
+            f"tenant: {name!r}, expected one of the policy file, with a session, a prefix or "
+            "neither; or all: true alone"
+        )
+    return tenant
 
 
 def _whole(body: Mapping[str, Any], name: str) -> int:
@@ -54,4 +100,4 @@ def _whole(body: Mapping[str, Any], name: str) -> int:
     return value
 
 
-OPERATIONS: dict[str, Operation] = {"flush": _flush, "tree": _tree}
+OPERATIONS: dict[str, Operation] = {"flush": _flush, "tree": _tree, **SESSION_OPERATIONS}

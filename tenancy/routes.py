@@ -26,9 +26,7 @@ class Dialect(StrEnum):
 
 
 # The page for people holds no data; what it asks for needs the admin key.
-_PAGE = frozenset(
-    {"/ext/ui", "/ext/ui/", "/ext/ui/app.js", "/ext/ui/draw.js", "/ext/ui/style.css"}
-)
+_PAGE = frozenset({"/ext/ui", "/ext/ui/", "/ext/ui/app.js", "/ext/ui/draw.js", "/ext/ui/style.css"})
 _OPEN = frozenset({"/health", "/health_generate", "/ready", "/ping"})
 # Not /vertex_generate: SGLang does not check its fields, and a wrong one ends the scheduler.
 _TENANT = frozenset(
@@ -69,7 +67,7 @@ _TENANT = frozenset(
         "/ext/v1/usage",
     }
 )
-_TENANT_PATTERN = re.compile(r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?")
+_TENANT_PATTERN = re.compile(r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?|/ext/v1/sessions(/.+)?")
 _DIALECTS = (
     ("/v1/messages", Dialect.ANTHROPIC),
     ("/v1/", Dialect.OPENAI),

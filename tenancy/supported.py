@@ -30,10 +30,6 @@ NOT_YET = (
     NotYet("tenants.*.gpus", "dedicated engines"),
     NotYet("tenants.*.engine", "dedicated engines"),
     *(
-        NotYet(path, "a later release", frozenset({"created"}))
-        for path in ("defaults.ttl.since", "tenants.*.ttl.since")
-    ),
-    *(
         NotYet(path, feature, frozenset({value}))
         for path in ("defaults.isolation", "tenants.*.isolation")
         for value, feature in _ISOLATION.items()
