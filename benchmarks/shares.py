@@ -3,51 +3,51 @@
 import asyncio
 import json
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import httpx
 from neighbours import as_tenant, text
 
-from engines import Engine, demo_flags, engine, write_policy
+from engines import Engine
 from report import Report
 
-__all__ = ["measure_shares"]
+__all__ = ["SHARING", "add_weight", "measure_shares"]
 
-_PORT = 35103
-_POOL_TOKENS = 20_000
+SHARING = ("long", "short", "light", "heavy", "busy")
+"""Tenants that the policy of the engine has to know; ``add_weight`` makes one of them heavy."""
+
 _LONG, _SHORT = 600, 60
 _BUSY_WORDS = 1200
 
 Ends = list[tuple[str, int]]
 
 
-def measure_shares(report: Report, requests: int, step: int) -> None:
+def add_weight(policy: str) -> str:
+    """Return the text of a policy in which ``heavy`` has three times the weight of the others."""
+    return policy.replace("heavy: {", "heavy: {weight: 3, ")
+
+
+def measure_shares(report: Report, server: Engine, requests: int) -> None:
     """Add two bars: equal weights, prompts 10 times as long (``requests`` of them); weights 1:3."""
     draw = random.Random(1)
-    with tempfile.TemporaryDirectory() as folder:
-        policy = write_policy(Path(folder), ["long", "short", "light", "heavy", "busy"])
-        heavy = policy.read_text("utf-8").replace("heavy: {", "heavy: {weight: 3, ")
-        policy.write_text(heavy, encoding="utf-8")
-        flags = [*demo_flags(_POOL_TOKENS), "--chunked-prefill-size", str(step)]
-        command = ["--tenant-policy", str(policy), *flags]
-        with engine("ours", "sglang_ext.launch_server", _PORT, command, "key-busy") as server:
-            equal = {
-                "long": [text(draw, _LONG) for _ in range(requests)],
-                "short": [text(draw, _SHORT) for _ in range(10 * requests)],
-            }
-            weighted = {
-                "light": [text(draw, 2 * _SHORT) for _ in range(2 * requests)],
-                "heavy": [text(draw, 2 * _SHORT) for _ in range(6 * requests)],
-            }
-            lengths = _ratio(report, server, equal, draw)
-            weights = _ratio(report, server, weighted, draw)
-    report.at_least("served tokens, ten times longer prompts over short ones", lengths, 0.8)
-    report.at_most("served tokens, ten times longer prompts over short ones", lengths, 1.25)
-    report.at_least("served tokens, weight 3 over weight 1", 1 / weights, 3 * 0.85)
-    report.at_most("served tokens, weight 3 over weight 1", 1 / weights, 3 * 1.15)
+    equal = {
+        "long": [text(draw, _LONG) for _ in range(requests)],
+        "short": [text(draw, _SHORT) for _ in range(10 * requests)],
+    }
+    weighted = {
+        "heavy": [text(draw, 2 * _SHORT) for _ in range(6 * requests)],
+        "light": [text(draw, 2 * _SHORT) for _ in range(2 * requests)],
+    }
+    lengths = "served tokens, prompts ten times as long over short ones"
+    _bars(report, lengths, _ratio(report, server, equal, draw), 0.8, 1.25)
+    weights = "served tokens, weight 3 over weight 1"
+    _bars(report, weights, _ratio(report, server, weighted, draw), 3 * 0.85, 3 * 1.15)
+
+
+def _bars(report: Report, name: str, value: float, least: float, most: float) -> None:
+    report.at_least(name, value, least)
+    report.at_most(name, value, most)
 
 
 def _ratio(
