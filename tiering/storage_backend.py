@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -228,7 +229,8 @@ class ExtStorage(HiCacheStorage):
         places = [place for place, ref in enumerate(refs) if ref is not None]
 
         def deliver(index: int, body: memoryview) -> None:
-            _as_bytes(pages[places[index]]).copy_(_like(body, pages[places[index]]))
+            page = _as_bytes(pages[places[index]])
+            np.copyto(page, _like(body, page))
 
         wanted = [ref for ref in refs if ref is not None]
         return _spread(len(keys), places, self.store.get_batch(wanted, deliver))
@@ -239,8 +241,8 @@ class ExtStorage(HiCacheStorage):
         places = [place for place, owner in enumerate(owners) if owner is not None]
 
         def fill(index: int, body: memoryview) -> None:
-            page = pages[places[index]]
-            _like(body, page).copy_(_as_bytes(page))
+            page = _as_bytes(pages[places[index]])
+            np.copyto(_like(body, page), page)
 
         refs = [
             PageRef(owner, bytes.fromhex(key))
@@ -294,12 +296,14 @@ class ExtStorage(HiCacheStorage):
         )
 
 
-def _as_bytes(page: torch.Tensor) -> torch.Tensor:
-    return page.view(torch.uint8)
+def _as_bytes(page: torch.Tensor) -> np.ndarray:
+    # NumPy copies in the calling thread; torch would start threads of its own beside the workers.
+    view: np.ndarray = page.view(torch.uint8).numpy()
+    return view
 
 
-def _like(body: memoryview, page: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(body, dtype=torch.uint8).view(_as_bytes(page).shape)
+def _like(body: memoryview, page: np.ndarray) -> np.ndarray:
+    return np.frombuffer(body, dtype=np.uint8).reshape(page.shape)
 
 
 def _spread(count: int, places: Sequence[int], values: Sequence[bool]) -> list[bool]:
