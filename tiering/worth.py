@@ -78,19 +78,24 @@ class LoadOrCompute:
         self._least = {Tier.CPU: 1, Tier.NVME: default_tokens}
         self._computing = 0
         self._declined = dict.fromkeys(self._lines, 0)
+        self._proposal: list[int] | None = None
 
     def loaded(self, tier: Tier, tokens: int, seconds: float) -> None:
         """Take in how long tokens took from ``tier`` to the tier above it."""
         self._lines[tier].measured(tokens, seconds)
+        self._proposal = None
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Take in how long a prefill of so many tokens took."""
         self._compute.measured(tokens, seconds)
+        self._proposal = None
 
     def proposal(self) -> list[int]:
-        """Return what this rank would answer, as whole numbers to be agreed on."""
-        least = [self._break_even(self._ways(tier), tier) for tier in self._lines]
-        return [*least, round(self._compute.per_token * _NANO)]
+        """Return what this rank would answer, as whole numbers to be agreed on. O(1)."""
+        if self._proposal is None:
+            least = [self._break_even(self._ways(tier), tier) for tier in self._lines]
+            self._proposal = [*least, round(self._compute.per_token * _NANO)]
+        return self._proposal
 
     def agree(self, greatest: Iterable[int]) -> None:
         """Answer so from now on: for each number of ``proposal`` the greatest of all ranks."""
