@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from sglang_ext import active, http_routes, policy_routes
+from sglang_ext import active, http_routes, policy_routes, session_routes
 from sglang_ext.tenancy.routes import Access, access_of
 from tests.sglang_ext.live import Server, forget_policy
 
@@ -30,10 +30,14 @@ _CHECKS = [
 _ADMIN = {"authorization": "Bearer key-admin"}
 
 
+async def _tokenize(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
 def _routes() -> list[tuple[str, str]]:
     app = FastAPI()
-    app.include_router(policy_routes.router)
-    app.include_router(http_routes.router)
+    for module in (policy_routes, http_routes, session_routes):
+        app.include_router(module.router)
     return [(path, name) for path, item in app.openapi()["paths"].items() for name in item]
 
 
@@ -42,8 +46,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The schema of the routes behind the middleware of a server with one scheduler."""
     forget_policy(monkeypatch)
     server = Server(tmp_path)
-    monkeypatch.setattr(http_routes, "ask_schedulers", server.ask)
-    server.app.include_router(http_routes.router)
+    for module in (http_routes, session_routes):
+        monkeypatch.setattr(module, "ask_schedulers", server.ask)
+        server.app.include_router(module.router)
+    monkeypatch.setattr(http_routes, "tokenize", _tokenize)
     return schemathesis.openapi.from_asgi("/openapi.json", server.guarded, headers=_ADMIN)
 
 
