@@ -1,14 +1,16 @@
 """Who gives way, with SGLang's own release of a request's KV, on our cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
 from sglang_ext.patches.admission import TenantPrefillAdder
+from sglang_ext.patches.versions import check_signature
 from sglang_ext.tenancy.fairness import QUANTUM_TOKENS
 from sglang_ext.tenancy.retraction import MOST_PREEMPTIONS
 from sglang_ext.types import TenantId
@@ -267,7 +269,7 @@ def test_a_turn_under_a_flood_waits_for_the_step_that_runs_and_no_other() -> Non
     """However long the flood's prompts are, and wherever in them the turn comes."""
     engine = Engine("a: {}, b: {}", tokens=16_384)
     waits: list[int] = []
-    for turn in range(24):
+    for turn in range(12):
         quiet = engine.desk.submit("b", 5 * STEP + 20, 1)
         steps = 0
         while quiet not in engine.batch.reqs:
@@ -283,3 +285,20 @@ def test_a_turn_under_a_flood_waits_for_the_step_that_runs_and_no_other() -> Non
                 engine.finish(req)
         engine.check()
     assert waits == [6] * len(waits)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        (PrefillAdder.add_chunked_req, ("self", "req")),
+        (PrefillAdder.add_one_req, ("self", "req", "has_chunked_req", "truncation_align_size")),
+        (PrefillAdder.preempt_to_schedule, ("self", "req")),
+        (PrefillAdder._get_running_request_total_token_offset, ("self", "req")),
+        (ScheduleBatch.release_req, ("self", "idx", "remaing_req_count", "offload_kv")),
+        (ScheduleBatch.filter_batch, ("self", "reqs_to_exclude", "keep_indices")),
+    ],
+)
+def test_what_is_overridden_and_called_is_as_in_this_release(
+    function: Callable[..., object], parameters: tuple[str, ...]
+) -> None:
+    check_signature(function, parameters)
