@@ -20,7 +20,7 @@ from sglang_ext.tiering.caps import Caps, Limit
 from sglang_ext.tiering.storage_backend import ExtStorage
 from sglang_ext.tiering.transfers import PageRef
 from sglang_ext.types import Owner, OwnerLimits, Tier
-from sglang_ext.weights import kv_scales, weights_hash
+from sglang_ext.weights import kv_scales, lasting_adapters, weights_hash
 
 __all__ = ["TenantStore", "complete_storage_config", "tenant_store"]
 
@@ -75,7 +75,9 @@ def tenant_store(ctx: Any, cache: Any, policy: Policy) -> "TenantStore | None":
 
 
 def _weights(ctx: Any) -> str:
-    return weights_hash(ctx.tp_worker.model_runner.model, ctx.model_config.hf_config)
+    runner = ctx.tp_worker.model_runner
+    adapters = lasting_adapters(runner.lora_manager)
+    return weights_hash(runner.model, ctx.model_config.hf_config, adapters)
 
 
 class TenantStore:
