@@ -124,7 +124,7 @@ def _extend_app(policy: Policy, file: PolicyFile, audit_log: Path | None, warm_u
     """Add our routes to SGLang's application, and put authentication in front of all of them."""
     from sglang.srt.entrypoints.http_server import app
 
-    from sglang_ext import session_routes
+    from sglang_ext import pin_routes, session_routes
     from sglang_ext.http_routes import router
     from sglang_ext.observe import routes
 
@@ -132,6 +132,7 @@ def _extend_app(policy: Policy, file: PolicyFile, audit_log: Path | None, warm_u
     _let_policy_change(app, file, callers, AuditLog(audit_log, metrics.audit_line_lost))
     app.include_router(router)
     app.include_router(session_routes.router)
+    app.include_router(pin_routes.router)
     app.include_router(routes.router)
     app.add_middleware(
         TenantAuth,

@@ -65,6 +65,31 @@ def _key(tenant: TenantPolicy, body: Mapping[str, Any]) -> RadixKey:
     return RadixKey(array("q", tokens), namespace, cache_salt=body.get("cache_salt"))
 
 
+def _pin(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Pin what is cached of a prefix for ``milliseconds``, None for ever."""
+    cache, tenant = scheduler.tree_cache, _tenant(body)
+    milliseconds = body["milliseconds"]
+    expires_ms = None if milliseconds is None else cache.clock.now_ms + milliseconds
+    answer = cache.pin_prefix(_key(tenant, body), tenant.owner, expires_ms)
+    return {"pinned": answer.tokens, "cached": answer.cached, **_pinned(cache, tenant.owner)}
+
+
+def _unpin(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo all pins of a tenant, or of its sharing group."""
+    cache, owner = scheduler.tree_cache, _tenant(body).owner
+    removed = cache.pins.remove_all(owner)
+    return {"removed": removed, **_pinned(cache, owner)}
+
+
+def _pins(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a tenant has pinned."""
+    return _pinned(scheduler.tree_cache, _tenant(body).owner)
+
+
+def _pinned(cache: Any, owner: Owner) -> dict[str, Any]:
+    return {"all_pinned": cache.pins.tokens(owner), "quota": cache.limits(owner).quota}
+
+
 def _sum(flushed: Iterable[Flushed]) -> Flushed:
     freed: Counter[Tier] = Counter()
     in_use: Counter[Tier] = Counter()
@@ -100,4 +125,11 @@ def _whole(body: Mapping[str, Any], name: str) -> int:
     return value
 
 
-OPERATIONS: dict[str, Operation] = {"flush": _flush, "tree": _tree, **SESSION_OPERATIONS}
+OPERATIONS: dict[str, Operation] = {
+    "flush": _flush,
+    "pin": _pin,
+    "pins": _pins,
+    "tree": _tree,
+    "unpin": _unpin,
+    **SESSION_OPERATIONS,
+}

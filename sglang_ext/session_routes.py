@@ -13,29 +13,23 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from pydantic import BaseModel, Field
 
-from sglang_ext import active
-from sglang_ext.audit_log import Refusal, audited
+from sglang_ext.audit_log import audited
+from sglang_ext.callers import REFUSALS, Caller
 from sglang_ext.patches.admin_channel import ask_schedulers, replay
 from sglang_ext.request_tag import RequestTag, check_session_name
-from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
-from sglang_ext.types import TenantId, Tier
+from sglang_ext.tenancy.identity import Identity
+from sglang_ext.types import Tier
 
 __all__ = ["router"]
 
 _WAIT_S = 2.0
 _AGAIN_S = 0.05
 
-_WORDS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Refusal, "description": "Refused, with the reason."},
-    403: {"model": Refusal, "description": "Another tenant's sessions need the admin key."},
-    404: {"model": Refusal, "description": "The tenant has no such session."},
-}
-
 router = APIRouter(
     prefix="/ext/v1/sessions",
     tags=["sglang_ext"],
     dependencies=[Depends(audited)],
-    responses=_WORDS,
+    responses=REFUSALS,
 )
 
 
@@ -92,28 +86,6 @@ class SessionPage(BaseModel):
     tenant: str
     total: int
     sessions: list[SessionRow]
-
-
-def _caller(
-    tenant: Annotated[
-        str | None, Query(description="Whose session; only for the admin key.")
-    ] = None,
-) -> Identity:
-    """Return whose sessions are meant; raises 403 for a tenant that names another."""
-    caller = current_identity.get()
-    if caller.id_prefix:
-        if tenant not in (None, caller.tenant):
-            raise HTTPException(403, "tenant: naming another tenant needs the admin key")
-        return caller
-    if tenant is None:
-        return SYSTEM
-    known = active.policy().tenants.get(TenantId(tenant))
-    if known is None:
-        raise HTTPException(400, f"tenant: {tenant!r}, expected one of the policy file")
-    return Identity(known.name, known.owner)
-
-
-Caller = Annotated[Identity, Depends(_caller)]
 
 
 def _name(session: Annotated[str, Path(description="The client's X-Session-Id.")]) -> str:

@@ -67,7 +67,9 @@ _TENANT = frozenset(
         "/ext/v1/usage",
     }
 )
-_TENANT_PATTERN = re.compile(r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?|/ext/v1/sessions(/.+)?")
+_TENANT_PATTERN = re.compile(
+    r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?|/ext/v1/pins|/ext/v1/sessions(/.+)?"
+)
 _DIALECTS = (
     ("/v1/messages", Dialect.ANTHROPIC),
     ("/v1/", Dialect.OPENAI),
