@@ -49,6 +49,7 @@ test: lint types tools ## All checks and all tests
 	$(PYTHON) -m pytest --durations 15
 
 bench-quick: $(STAMP) ## Every benchmark, under a minute each, results into build/
+	@command -v fio >/dev/null || echo "== no fio: bench_tiers.py checks no bar (apt-get install fio)"
 	for script in benchmarks/bench_*.py; do \
 		$(PYTHON) $$script --quick --json build/$$(basename $$script .py).json || true; done
 
