@@ -48,6 +48,9 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="FILE",
         help="who changed what, as JSON lines; without it they go to the server's log",
     )
+    parser.add_argument(
+        "--log-json", action="store_true", help="write logs as JSON, one object a line"
+    )
     return parser.parse_known_args(argv)
 
 

@@ -17,7 +17,7 @@ from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import SglangExtError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
-from sglang_ext.observe import recording
+from sglang_ext.observe import json_log, recording
 from sglang_ext.policy_file import PolicyFile
 from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.policy import Policy
@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     warm_up = WarmUp()
     try:
         recording.hand_over(own.usage_db)
+        if own.log_json:
+            json_log.switch_on()
         server_args = _prepare(own, flags, warm_up)
     except SglangExtError as error:
         print(f"sglang_ext: {own.tenant_policy}: {error}", file=sys.stderr)

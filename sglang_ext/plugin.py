@@ -20,6 +20,7 @@ def register() -> None:
     if not active.has_policy():
         return
     from sglang_ext.cache_backend import register_backend
+    from sglang_ext.metrics import by_tier
     from sglang_ext.operations import OPERATIONS
     from sglang_ext.patches import hooks
     from sglang_ext.patches.admin_channel import admin_channel_hooks
@@ -29,6 +30,7 @@ def register() -> None:
     from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
     from sglang_ext.patches.shutdown import shutdown_hooks
     from sglang_ext.patches.tokenizer_manager import identity_hooks
+    from sglang_ext.patches.trace_attributes import trace_hooks
     from sglang_ext.patches.versions import check_version
     from sglang_ext.patches.weight_updates import weight_update_hooks
     from sglang_ext.policy_change import policy_operations
@@ -44,6 +46,7 @@ def register() -> None:
             *refusal_status_hooks(),
             *scheduler_hooks(active.policy(), _scheduler_metrics),
             *shutdown_hooks(),
+            *trace_hooks(by_tier),
             *weight_update_hooks(),
             *prefill_rate_hooks(),
         ]

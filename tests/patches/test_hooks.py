@@ -18,6 +18,7 @@ from sglang_ext.patches.refusal_status import refusal_status_hooks
 from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
 from sglang_ext.patches.shutdown import shutdown_hooks
 from sglang_ext.patches.tokenizer_manager import identity_hooks
+from sglang_ext.patches.trace_attributes import trace_hooks
 from sglang_ext.patches.versions import SGLANG_VERSION, check_signature, check_version
 from sglang_ext.patches.weight_updates import weight_update_hooks
 from sglang_ext.tenancy.loader import parse_policy
@@ -142,6 +143,7 @@ def _all_hooks() -> list[Hook]:
         *refusal_status_hooks(),
         *scheduler_hooks(policy, _no_observer),
         *shutdown_hooks(),
+        *trace_hooks(lambda cached, sources: {}),
         *weight_update_hooks(),
         *prefill_rate_hooks(),
     ]
