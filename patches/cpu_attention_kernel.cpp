@@ -76,50 +76,77 @@ struct Rows {
   const T* base;
   const int32_t* slots;
   int64_t stride, count;
-  bool more;  // whether another CHUNK of slots follows
 
   const T* at(int64_t key) const { return base + slots[key] * stride; }
+};
 
-  // Pages lie scattered, where the processor cannot guess them: ask for the next task's in time.
-  template <int VECTORS>
-  void ask_ahead(int64_t key) const {
-    if (!more) return;
-    const char* row = reinterpret_cast<const char*>(at(key + CHUNK));
-    constexpr int64_t bytes = VECTORS * LANES * sizeof(T);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+// Pages lie scattered, where the processor cannot guess them: asks, while one row is computed with,
+// for the whole row that the next task will read in its place.
+template <typename T>
+struct Ahead {
+  const T* base;
+  const int32_t* slots;  // of the next task; null after the last
+  int64_t stride;
+
+  void ask(int64_t key) const {
+    if (slots == nullptr) return;
+    const char* row = reinterpret_cast<const char*>(base + slots[key] * stride);
+    for (int64_t i = 0; i < stride * int64_t(sizeof(T)); i += 64) _mm_prefetch(row + i, _MM_HINT_T1);
   }
 };
 
+// The sums of four vectors, in order.
+inline __m128 sum_each(const __m512* v) {
+  const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44),
+                                   _mm512_shuffle_ps(low, high, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
 // scores[head][key] += query . key over VECTORS vectors of columns, for HEADS heads.
 template <int HEADS, int VECTORS, typename T>
-void score(const float* query, int64_t width, const Rows<T>& rows, float* scores) {
+void score(const float* query, int64_t width, const Rows<T>& rows, const Ahead<T>& ahead,
+           float* scores) {
   __m512 held[HEADS][VECTORS];
   for (int h = 0; h < HEADS; ++h) {
     for (int i = 0; i < VECTORS; ++i) held[h][i] = load(query + h * width + i * LANES);
   }
-  for (int64_t key = 0; key < rows.count; ++key) {
-    rows.template ask_ahead<VECTORS>(key);
-    __m512 sums[HEADS];
-    for (int h = 0; h < HEADS; ++h) sums[h] = _mm512_setzero_ps();
-    for (int i = 0; i < VECTORS; ++i) {
-      const __m512 stored = load(rows.at(key) + i * LANES);
-      for (int h = 0; h < HEADS; ++h) sums[h] = _mm512_fmadd_ps(held[h][i], stored, sums[h]);
+  for (int64_t key = 0; key < rows.count; key += 4) {
+    __m512 sums[HEADS][4];
+    for (int k = 0; k < 4; ++k) {
+      // The last keys may be fewer than four: the same one is then scored again, and not used.
+      const T* row = rows.at(key + k < rows.count ? key + k : rows.count - 1);
+      ahead.ask(key + k);
+      for (int i = 0; i < VECTORS; ++i) {
+        const __m512 stored = load(row + i * LANES);
+        for (int h = 0; h < HEADS; ++h) {
+          sums[h][k] = i == 0 ? _mm512_mul_ps(held[h][i], stored)
+                              : _mm512_fmadd_ps(held[h][i], stored, sums[h][k]);
+        }
+      }
     }
-    for (int h = 0; h < HEADS; ++h) scores[h * CHUNK + key] += _mm512_reduce_add_ps(sums[h]);
+    for (int h = 0; h < HEADS; ++h) {
+      float* to = scores + h * CHUNK + key;
+      _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sum_each(sums[h])));
+    }
   }
 }
 
 // sums[head] = weights . values over VECTORS vectors of columns, for HEADS heads.
 template <int HEADS, int VECTORS, typename T>
-void blend(const float* weights, int64_t width, const Rows<T>& rows, float* sums) {
+void blend(const float* weights, int64_t width, const Rows<T>& rows, const Ahead<T>& ahead,
+           float* sums) {
   __m512 held[HEADS][VECTORS];
   for (int h = 0; h < HEADS; ++h) {
     for (int i = 0; i < VECTORS; ++i) held[h][i] = _mm512_setzero_ps();
   }
   for (int64_t key = 0; key < rows.count; ++key) {
-    rows.template ask_ahead<VECTORS>(key);
+    const T* row = rows.at(key);
+    ahead.ask(key);
     for (int i = 0; i < VECTORS; ++i) {
-      const __m512 stored = load(rows.at(key) + i * LANES);
+      const __m512 stored = load(row + i * LANES);
       for (int h = 0; h < HEADS; ++h) {
         const __m512 weight = _mm512_set1_ps(weights[h * CHUNK + key]);
         held[h][i] = _mm512_fmadd_ps(weight, stored, held[h][i]);
@@ -174,15 +201,19 @@ void weigh(const Shape& s, float* scores, int64_t count, float* maximum, float* 
 // the last columns of an odd width, go through narrower tiles.
 template <typename T>
 void attend(const Shape& s, const float* query, const T* keys, const T* values,
-            const int32_t* slots, int64_t count, bool more, float* scores, float* maxima,
+            const int32_t* slots, int64_t count, const int32_t* next, float* scores, float* maxima,
             float* totals, float* sums) {
   const int64_t group = s.heads / s.kv_heads;
+  auto ahead = [&](const T* base, int64_t stride, bool first) {
+    return Ahead<T>{base, first ? next : nullptr, stride};
+  };
   std::memset(scores, 0, sizeof(float) * s.heads * CHUNK);
   for (int64_t kv = 0; kv < s.kv_heads; ++kv) {
     tiled(group, s.width, [&](int64_t heads, bool wide, int64_t head, int64_t column) {
       const int64_t first = kv * group + head;
-      const Rows<T> rows{keys + kv * s.width + column, slots, s.key_stride, count, more};
-      DISPATCH(score, heads, wide, query + first * s.width + column, s.width, rows,
+      const Rows<T> rows{keys + kv * s.width + column, slots, s.key_stride, count};
+      const auto next_keys = ahead(keys, s.key_stride, first == 0 && column == 0);
+      DISPATCH(score, heads, wide, query + first * s.width + column, s.width, rows, next_keys,
                scores + first * CHUNK);
     });
   }
@@ -192,10 +223,10 @@ void attend(const Shape& s, const float* query, const T* keys, const T* values,
   for (int64_t kv = 0; kv < s.kv_heads; ++kv) {
     tiled(group, s.value_width, [&](int64_t heads, bool wide, int64_t head, int64_t column) {
       const int64_t first = kv * group + head;
-      const Rows<T> rows{values + kv * s.value_width + column, slots, s.value_stride, count,
-                         more};
+      const Rows<T> rows{values + kv * s.value_width + column, slots, s.value_stride, count};
+      const auto next_values = ahead(values, s.value_stride, first == 0 && column == 0);
       DISPATCH(blend, heads, wide, scores + first * CHUNK, s.value_width, rows,
-               sums + first * s.value_width + column);
+               next_values,                sums + first * s.value_width + column);
     });
   }
 }
@@ -248,7 +279,8 @@ void decode(const Shape& s, const float* query, const T* keys, const T* values,
       const int64_t left = starts[request + 1] - start;
       const int64_t count = left < CHUNK ? left : CHUNK;
       const bool more = start + 2 * CHUNK <= starts[s.requests];
-      attend(s, query + request * s.heads * s.width, keys, values, slots + start, count, more,
+      const int32_t* next = more ? slots + start + count : nullptr;
+      attend(s, query + request * s.heads * s.width, keys, values, slots + start, count, next,
              scores.data(), &p.maxima[task * s.heads], &p.totals[task * s.heads],
              &p.sums[task * s.heads * s.value_width]);
     }
