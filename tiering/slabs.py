@@ -68,6 +68,8 @@ class Slabs:
         self._slab_bytes = min(wanted, total_bytes // _LARGEST_SHARE)
         self._by_number: dict[int, Slab] = {}
         self._by_size: dict[int, list[Slab]] = defaultdict(list)
+        self._latest: dict[int, Slab] = {}
+        """By size, the slab whose slots were taken or freed last."""
         self.ready_bytes = 0
         self.stuck: set[tuple[int, int]] = set()
         self.stuck_bytes = 0
@@ -96,12 +98,13 @@ class Slabs:
 
         Raises OSError when the disk refuses; no slot is taken then.
         """
-        slab = next((slab for slab in self._usable(slot_bytes) if slab.ready), None)
+        slab = self._with_ready(slot_bytes)
         if slab is None:
             if room < slot_bytes:
                 return None
             slab = self._with_holes(slot_bytes)
             self._reserve(slab, room)
+        self._latest[slot_bytes] = slab
         self.ready_bytes -= slot_bytes
         return slab, slab.ready.pop()
 
@@ -109,6 +112,7 @@ class Slabs:
         """Free a slot and keep its blocks for the next page, which overwrites what is there."""
         slab, number = slot
         slab.ready.append(number)
+        self._latest[slab.slot_bytes] = slab
         self.ready_bytes += slab.slot_bytes
 
     def give_back(self, slot: Slot) -> bool:
@@ -187,6 +191,13 @@ class Slabs:
 
     def _usable(self, slot_bytes: int) -> Iterator[Slab]:
         return (slab for slab in self._by_size[slot_bytes] if not slab.frozen)
+
+    def _with_ready(self, slot_bytes: int) -> Slab | None:
+        """Return a slab with a ready slot, mostly the one that was used last: O(1) then."""
+        latest = self._latest.get(slot_bytes)
+        if latest is not None and latest.ready and not latest.frozen:
+            return latest
+        return next((slab for slab in self._usable(slot_bytes) if slab.ready), None)
 
     def _with_holes(self, slot_bytes: int) -> Slab:
         slab = next((slab for slab in self._usable(slot_bytes) if slab.holes), None)
