@@ -195,6 +195,7 @@ def test_clear_deletes_everything(storage: ExtStorage) -> None:
     assert storage.store.total_usage().owners == {}
 
 
+@pytest.mark.trial(18)
 @pytest.mark.trial(48)
 @pytest.mark.trial(49)
 @pytest.mark.trial(66)

@@ -213,6 +213,7 @@ def test_a_clean_restart_reads_no_page(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.trial(18)
 def test_a_second_server_on_the_folder_is_refused(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     put(store, REFS)
