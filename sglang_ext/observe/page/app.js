@@ -142,7 +142,7 @@ function quotaUse(owner) {
   const quota = owner?.quota.hbm;
   if (!quota) return owner ? number(owner.held.hbm ?? 0) : "–";
   const part = (owner.held.hbm ?? 0) / quota;
-  return [percent(part), meter(part)];
+  return element("span", {}, percent(part), meter(part));
 }
 
 function showSlow({ slow }) {

@@ -82,10 +82,12 @@ export function icicle(runs, colourOf, [width, height]) {
   const leaves = Math.max(1, placed.leaves);
   for (const [index, run] of runs.entries()) {
     const { top, tall } = placed.runs[index];
+    // An edge around a line would hide the line.
+    const thin = (height * tall) / leaves < 4 ? " thin" : "";
     svg.append(shape("rect", {
       x: (width * run.start) / longest, width: Math.max(1, (width * run.tokens) / longest),
       y: (height * top) / leaves, height: Math.max(0.8, (height * tall) / leaves),
-      class: colourOf(run), "data-index": index,
+      class: colourOf(run) + thin, "data-index": index,
     }));
   }
   return svg;
