@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_ext.radix.deadlines import Lifespan
 from sglang_ext.radix.order import Reason
-from sglang_ext.removal import below, free_nodes
+from sglang_ext.removal import below, free_nodes, is_there
 from sglang_ext.tiering.placement import Lifetime
 from sglang_ext.types import Owner, Tier
 
@@ -123,7 +123,7 @@ class Lifespans:
             tiers = [tier for tier in over if tier is not None]
             free_nodes(self._cache, below(node), tiers, Reason.TTL, copied=True)
         next_ms = self._next_ms(node)
-        if node.tiers and next_ms is not None:
+        if is_there(self._cache, node) and next_ms is not None:
             self._cache.deadlines.set(node, max(next_ms, now_ms + wait_ms))
 
     def _end(self, nodes: list[Any], now_ms: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from sglang_ext.radix.order import Reason
 from sglang_ext.types import Tier
 
-__all__ = ["Flushed", "below", "free_nodes"]
+__all__ = ["Flushed", "below", "free_nodes", "is_there"]
 
 
 class Flushed(NamedTuple):
@@ -38,8 +38,14 @@ def free_nodes(
             cache.free_leaf(node, tier, reason)
     left: Counter[Tier] = Counter()
     for node in nodes:
-        left.update({tier: len(node.key) for tier in node.tiers if tier in tiers})
+        if is_there(cache, node):
+            left.update({tier: len(node.key) for tier in node.tiers if tier in tiers})
     return Flushed({tier: freed[tier] for tier in tiers}, {tier: left[tier] for tier in tiers})
+
+
+def is_there(cache: Any, node: Any) -> bool:
+    """Tell whether a node is still in the tree; one that left it may keep what it held. O(1)."""
+    return node.id in cache.tree_core._node_arena
 
 
 def below(top: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_ext.namespace import parse
 from sglang_ext.radix.order import Reason
 from sglang_ext.radix.sessions import Session, text_of
-from sglang_ext.removal import Flushed, free_nodes
+from sglang_ext.removal import Flushed, free_nodes, is_there
 from sglang_ext.types import Tier
 
 __all__ = ["Return", "close", "held", "pause", "what_returns"]
@@ -54,7 +54,8 @@ def pause(cache: Any, session: Session, to: Tier) -> Flushed:
         return flushed
     on_disk = _on_disk(cache, nodes)
     below = free_nodes(cache, on_disk, (Tier.CPU,), Reason.FLUSH)
-    waiting = sum(len(node.key) for node in nodes if Tier.CPU in node.tiers)
+    there = [node for node in nodes if is_there(cache, node)]
+    waiting = sum(len(node.key) for node in there if Tier.CPU in node.tiers)
     return Flushed({**flushed.freed, **below.freed}, {**flushed.in_use, Tier.CPU: waiting})
 
 

@@ -247,3 +247,26 @@ def test_entries_do_not_outlive_their_pages() -> None:
     rig.cache.reset()
     rig.allocator.clear()
     assert len(rig.cache.deadlines) == 0
+
+
+def test_a_round_looks_only_at_what_may_be_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is judged once in its lifetime, however often it is used."""
+    rig = TieredRig(make_rig(512, PAGE).cache)
+    begin(rig, {"t:a": LAZY})
+    for number in range(20):
+        ask(rig, list(range(100 * number, 100 * number + 16)), ttl_ms=500)
+    judged: list[Any] = []
+    judge = Lifespans._judge
+    monkeypatch.setattr(
+        Lifespans, "_judge", lambda *args: (judged.append(args[1]), judge(*args))[1]
+    )
+    for _ in range(4):
+        rig.later(100)
+        ask(rig, list(range(16)), ttl_ms=500)
+    assert judged == []
+    rig.later(100)
+    assert len(judged) == 20, "all had an entry, and one was used since"
+    assert held(rig)[0] == 16
+    for _ in range(3):
+        rig.later(100)
+    assert len(judged) == 20
