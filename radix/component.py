@@ -100,4 +100,4 @@ class TenantFullComponent(FullComponent):
         if node.sessions is not None:
             self.tree_core.sessions.left(node)
         if node.lifespan is not None:
-            self.tree_core.deadlines.gone(node)
+            self.tree_core.deadlines.left(node)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from sglang_ext.types import Owner
+
 __all__ = ["Deadlines", "Lifespan"]
 
 
@@ -29,6 +31,9 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Any]] = []
         self._void = 0
+        self.left_short: list[tuple[Owner, list[str]]] = []
+        """Owner and page hashes of nodes that left memory before a client's shorter life was over;
+        whoever keeps the time lets their copies below go too, and empties the list."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -51,6 +56,12 @@ class Deadlines:
             heapify(self._heap)
             self._void = 0
 
+    def left(self, node: Any) -> None:
+        """Note that a node with a lifespan is leaving memory."""
+        self.gone(node)
+        if node.lifespan.ttl_ms is not None and node.hash_value:
+            self.left_short.append((node.owner, node.hash_value))
+
     def split(self, node: Any, parent: Any) -> None:
         """Give the new parent of a split node the lifespan that both had."""
         lifespan = node.lifespan
@@ -71,4 +82,5 @@ class Deadlines:
     def clear(self) -> None:
         """Forget all entries, together with the tree that they were in."""
         self._heap.clear()
+        self.left_short.clear()
         self._void = 0

@@ -69,6 +69,10 @@ class Lifespans:
         self._due_ms = now_ms + _ROUND_MS
         for node in self._cache.deadlines.due(now_ms):
             self._judge(node, now_ms)
+        left, store = self._cache.deadlines.left_short, self._cache.store
+        for owner, pages in left if store is not None else ():
+            store.delete_pages(owner, pages)
+        left.clear()
 
     def _renew(self, node: Any, fixed: bool, ttl_ms: int | None) -> None:
         if node.lifespan is None:

@@ -211,6 +211,21 @@ def test_pages_with_a_shorter_life_do_not_reach_the_disk(tmp_path: Path) -> None
         assert not store.held_bytes()
 
 
+def test_a_page_that_left_memory_early_leaves_the_disk_too(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        begin(rig, {"t:a": LAZY})
+        store = rig.cache.store
+        assert store is not None
+        ask(rig, A)
+        ask(rig, A, ttl_ms=300)
+        rig.evict(64)
+        rig.cache.evict_host(128)
+        rig.settle()
+        assert store.held_bytes()
+        rig.later(100)
+        assert not store.held_bytes()
+
+
 def test_the_disk_keeps_the_age_of_pages_with_a_fixed_life(tmp_path: Path) -> None:
     """A page that comes back from the disk does not begin a new life."""
     with tiered(tmp_path) as rig:
