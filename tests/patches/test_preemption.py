@@ -258,11 +258,12 @@ def test_nobody_is_driven_below_its_fair_share() -> None:
 
 def test_what_would_not_be_enough_is_not_taken() -> None:
     engine = Engine(CLASSES, tokens=1024)
-    low, mid = engine.desk.submit("low", 128, 120), engine.desk.submit("mid", 300, 300)
-    assert set(engine.step(8192)) == {low, mid}
+    running = [engine.desk.submit("low", 100, 10) for _ in range(3)]
+    running.append(engine.desk.submit("mid", 300, 300))
+    assert set(engine.step(8192)) == set(running)
     engine.desk.submit("top", 300, 600)
     engine.step(8192)
-    assert set(engine.batch.reqs) == {low, mid}
+    assert set(engine.batch.reqs) == set(running)
 
 
 def test_a_turn_under_a_flood_waits_for_the_step_that_runs_and_no_other() -> None:
