@@ -10,14 +10,14 @@ import os
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import HTTPException, Request
 from pydantic import BaseModel
 
 from sglang_ext.tenancy.identity import Identity, current_identity
 
-__all__ = ["AuditLog", "Refusal", "audited", "who"]
+__all__ = ["AuditLog", "Refusal", "Refused", "audited", "who"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,23 @@ def who(identity: Identity) -> str:
 
 
 class Refusal(BaseModel):
-    """Why nothing was done."""
+    """Why nothing was done, in the form of SGLang's own routes."""
+
+    object: Literal["error"]
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class Unreadable(BaseModel):
+    """What FastAPI says of a body that is no text at all."""
 
     detail: str
+
+
+Refused = Refusal | Unreadable
+"""What 400 holds."""
 
 
 async def audited(request: Request) -> AsyncIterator[None]:

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 from fastapi import Depends, HTTPException, Query
 
 from sglang_ext import active
-from sglang_ext.audit_log import Refusal
+from sglang_ext.audit_log import Refusal, Refused
 from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
 from sglang_ext.types import TenantId
 
 __all__ = ["REFUSALS", "Caller"]
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Refusal, "description": "Refused, with the reason."},
+    400: {"model": Refused, "description": "Refused, with the reason."},
     403: {"model": Refusal, "description": "Naming another tenant needs the admin key."},
     404: {"model": Refusal, "description": "The tenant has no such thing."},
 }

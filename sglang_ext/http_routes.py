@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 
-from sglang_ext.audit_log import Refusal, audited
+from sglang_ext.audit_log import Refused, audited
 from sglang_ext.patches.admin_channel import ask_schedulers, tokenize
 
 __all__ = ["router"]
@@ -13,7 +13,7 @@ router = APIRouter(
     prefix="/ext/v1",
     tags=["sglang_ext"],
     dependencies=[Depends(audited)],
-    responses={400: {"model": Refusal, "description": "Refused, with the reason."}},
+    responses={400: {"model": Refused, "description": "Refused, with the reason."}},
 )
 
 

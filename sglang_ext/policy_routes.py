@@ -21,7 +21,7 @@ from fastapi import (
 from pydantic import BaseModel, Field
 
 from sglang_ext import active
-from sglang_ext.audit_log import AuditLog, Refusal, who
+from sglang_ext.audit_log import AuditLog, Refusal, Refused, who
 from sglang_ext.errors import PolicyError, SglangExtError
 from sglang_ext.leavers import Leaving, Requests
 from sglang_ext.live_policy import Ask, Edit, Edited, LivePolicy, UnknownTenantError, VersionError
@@ -32,7 +32,16 @@ from sglang_ext.tenancy.yaml_text import read_yaml
 
 __all__ = ["mount", "router"]
 
-router = APIRouter(prefix="/ext/v1", tags=["sglang_ext"])
+router = APIRouter(
+    prefix="/ext/v1",
+    tags=["sglang_ext"],
+    responses={
+        400: {
+            "model": Refused,
+            "description": "Refused, with the field, its value and the reason.",
+        }
+    },
+)
 
 _LONGEST_WAIT_S = 300
 
@@ -119,7 +128,6 @@ class Usage(BaseModel):
 
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Refusal, "description": "Refused, with the field, its value and the reason."},
     404: {"model": Refusal, "description": "No such tenant."},
     412: {"model": Refusal, "description": "Another version is in force."},
     413: {"model": Refusal, "description": "Too large."},

@@ -201,4 +201,4 @@ def test_what_cannot_change_is_refused_with_its_reason(admin: Client) -> None:
     body = {**document, "engine": {"page_size": 32}, "tenants": {}, "admin_keys": keys}
     answer = admin.put("/ext/v1/policy", body)
     assert answer.status_code == 400
-    assert "engine.page_size: found 32, in force is 16" in answer.json()["detail"]
+    assert "engine.page_size: found 32, in force is 16" in answer.json()["message"]

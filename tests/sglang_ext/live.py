@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from sglang.srt.entrypoints.http_server import app as stock
 
 from sglang_ext import active
 from sglang_ext.audit_log import AuditLog
@@ -88,7 +89,8 @@ class Server:
         self.leavers = Leavers(self.ask, self._requests_of, self._abort)
         callers = Callers(policy)
         self.live = LivePolicy(self.file, callers, self.log, self.ask, self.leavers)
-        self.app = FastAPI()
+        # As SGLang answers errors: its handlers are part of what a client sees.
+        self.app = FastAPI(exception_handlers=dict(stock.exception_handlers))
         mount(self.app, self.live, self.log, self.ask)
         self.guarded = TenantAuth(self.app, callers, lambda key: False)
         self.before: Callable[[str], None] = lambda name: None

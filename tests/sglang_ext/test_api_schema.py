@@ -21,6 +21,9 @@ from sglang_ext import active, http_routes, policy_routes, session_routes
 from sglang_ext.tenancy.routes import Access, access_of
 from tests.sglang_ext.live import Server, forget_policy
 
+# What SGLang's handler of errors says of itself.
+pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
+
 _CHECKS = [
     not_a_server_error,
     status_code_conformance,

@@ -13,6 +13,9 @@ from sglang_ext.tenancy.keys import digest
 from sglang_ext.tenancy.routes import Access
 from tests.sglang_ext.live import Server, forget_policy
 
+# What SGLang's handler of errors says of itself.
+pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
+
 _ADMIN = digest("key-admin")[:15]
 
 
