@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from sglang_ext import active, http_routes, policy_routes, session_routes
+from sglang_ext import active, http_routes, pin_routes, policy_routes, session_routes
 from sglang_ext.tenancy.routes import Access, access_of
 from tests.sglang_ext.live import Server, forget_policy
 
@@ -30,6 +30,7 @@ _CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
+_OTHERS = (http_routes, pin_routes, session_routes)
 _ADMIN = {"authorization": "Bearer key-admin"}
 
 
@@ -39,7 +40,7 @@ async def _tokenize(text: str) -> list[int]:
 
 def _routes() -> list[tuple[str, str]]:
     app = FastAPI()
-    for module in (policy_routes, http_routes, session_routes):
+    for module in (policy_routes, *_OTHERS):
         app.include_router(module.router)
     return [(path, name) for path, item in app.openapi()["paths"].items() for name in item]
 
@@ -49,10 +50,11 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The schema of the routes behind the middleware of a server with one scheduler."""
     forget_policy(monkeypatch)
     server = Server(tmp_path)
-    for module in (http_routes, session_routes):
+    for module in _OTHERS:
         monkeypatch.setattr(module, "ask_schedulers", server.ask)
         server.app.include_router(module.router)
-    monkeypatch.setattr(http_routes, "tokenize", _tokenize)
+    for module in (http_routes, pin_routes):
+        monkeypatch.setattr(module, "tokenize", _tokenize)
     return schemathesis.openapi.from_asgi("/openapi.json", server.guarded, headers=_ADMIN)
 
 
