@@ -18,7 +18,13 @@ def draw(dumped: dict[str, Any]) -> str:
 def _line(run: dict[str, Any]) -> str:
     end = run["start"] + run["tokens"]
     marks = [f"{run[word]} {word}" for word in ("hits", "locks", "pins") if run[word]]
-    tiers = "+".join(run["tiers"])
+    tiers = "+".join(_tier(run, tier) for tier in run["tiers"])
     owner = "public" if run["owner"] == PUBLIC else run["owner"]
     facts = [owner, tiers, f"{run['age_ms'] / 1000:.1f} s ago", *marks]
     return f"{'  ' * run['level']}[{run['start']}, {end}) {' · '.join(facts)}"
+
+
+def _tier(run: dict[str, Any], tier: str) -> str:
+    """Name a tier, and how much of the run it has where that is not all."""
+    tokens = run["stored"].get(tier, run["tokens"])
+    return tier if tokens == run["tokens"] else f"{tier} ({tokens} of {run['tokens']})"

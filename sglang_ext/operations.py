@@ -29,7 +29,9 @@ def _tree(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     page, limit = (_whole(body, name) for name in ("page", "limit"))
     if not 1 <= limit <= _MOST_RUNS:
         raise ValueError(f"limit: {limit}, expected 1 to {_MOST_RUNS}")
-    return dump(scheduler.tree_cache, page, limit)
+    cache = scheduler.tree_cache
+    lower = {} if cache.store is None else {Tier.NVME: cache.store}
+    return dump(cache, page, limit, lower)
 
 
 def _flush(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The picture of the tree: complete, paged, and without anybody's text."""
 
 import json
+from collections.abc import Mapping, Sequence
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
 from sglang_ext.radix.drawing import draw
 from sglang_ext.radix.dump import dump
+from sglang_ext.types import Owner, Tier
 from tests.radix.caches import Rig, make_rig
 
 PROMPT = [7] * 8
@@ -71,7 +73,50 @@ def test_the_dump_is_json_without_text_and_changes_nothing() -> None:
 
 
 def test_an_empty_tree_has_no_pages() -> None:
-    assert dump(make_rig(64, 4).cache) == {"page": 0, "pages": 0, "runs_total": 0, "runs": []}
+    assert dump(make_rig(64, 4).cache) == {
+        "page": 0,
+        "pages": 0,
+        "runs_total": 0,
+        "runs": [],
+        "lower": [],
+    }
+
+
+class Disk:
+    """A lower tier that holds some pages by name."""
+
+    def __init__(self, pages: set[tuple[str, str]]) -> None:
+        self.pages = pages
+
+    def holds(self, owner: Owner, hashes: Sequence[str]) -> list[bool]:
+        return [(owner, name) in self.pages for name in hashes]
+
+    def held_bytes(self) -> Mapping[Owner, int]:
+        return {Owner(owner): 100 for owner, _ in self.pages}
+
+
+def test_runs_say_how_much_of_them_a_lower_tier_holds() -> None:
+    rig = make_tree()
+    rig.core.backfill_missing_hash_values()
+    public, first, second = (rig.core.node_by_id(run["id"]) for run in dump(rig.core)["runs"])
+    pages = {("", name) for name in public.hash_value} | {("t:a", first.hash_value[0])}
+    shown = dump(rig.core, lower={Tier.NVME: Disk(pages)})
+    assert [run["tiers"] for run in shown["runs"]] == [["hbm", "nvme"], ["hbm", "nvme"], ["hbm"]]
+    assert [run["stored"] for run in shown["runs"]] == [{"nvme": 8}, {"nvme": 4}, {}]
+    assert shown["lower"] == [
+        {"tier": "nvme", "owner": "", "bytes": 100},
+        {"tier": "nvme", "owner": "t:a", "bytes": 100},
+    ]
+    # A page of one owner's name is nothing to another.
+    mine = {("t:b", first.hash_value[0]), ("t:a", second.hash_value[0])}
+    assert [run["stored"] for run in dump(rig.core, lower={Tier.NVME: Disk(mine)})["runs"]] == [
+        {},
+        {},
+        {},
+    ]
+    drawn = draw(shown).splitlines()
+    assert "hbm+nvme · " in drawn[0]
+    assert "hbm+nvme (4 of 8) · " in drawn[1]
 
 
 def test_the_drawing_indents_and_names_owners() -> None:

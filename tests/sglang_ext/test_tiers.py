@@ -3,6 +3,7 @@
 from array import array
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from sglang_ext.namespace import frame
+from sglang_ext.operations import OPERATIONS
 from sglang_ext.radix.integrity import check_integrity, walk
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.tiering.placement import Lifetime
@@ -119,6 +121,24 @@ def test_a_tenant_fetches_nothing_of_another(tmp_path: Path) -> None:
         leave_memory(rig)
         assert fetch(rig, TEXT, "t:b") == 0
         assert fetch(rig, TEXT, "t:a") == 16
+
+
+def test_a_dump_shows_every_tier_that_holds_a_run(tmp_path: Path) -> None:
+    with tiered(tmp_path, public=[SYSTEM]) as rig:
+        rig.write([*SYSTEM, *TEXT], "t:a")
+        rig.write([*SYSTEM, *TEXT], "t:b")
+        rig.cache.store.delete_owner(Owner("t:b"))
+        shown = OPERATIONS["tree"](SimpleNamespace(tree_cache=rig.cache), {"page": 0, "limit": 9})
+        found = {run["owner"]: (run["tiers"], run["stored"]) for run in shown["runs"]}
+        assert found == {
+            "": (["hbm", "cpu", "nvme"], {"nvme": len(SYSTEM)}),
+            "t:a": (["hbm", "cpu", "nvme"], {"nvme": len(TEXT)}),
+            "t:b": (["hbm", "cpu"], {}),
+        }
+        leave_memory(rig)
+        shown = OPERATIONS["tree"](SimpleNamespace(tree_cache=rig.cache), {"page": 0, "limit": 9})
+        assert shown["runs"] == []
+        assert {held["owner"] for held in shown["lower"]} == {"", "t:a"}
 
 
 @pytest.mark.parametrize("system", [SYSTEM, SYSTEM[:PAGE]])
