@@ -7,6 +7,7 @@ import functools
 import os
 from multiprocessing import util
 from pathlib import Path
+from typing import Any
 
 from sglang_ext import active
 from sglang_ext.observe.catalog import make
@@ -45,10 +46,14 @@ def usage() -> UsageRecorder | None:
     path = os.environ.get(USAGE_VARIABLE)
     if path is None:
         return None
-    errors = functools.cache(lambda: make("usage_write_errors_total"))
-    recorder = UsageRecorder(UsageStore(Path(path)), on_error=lambda: errors().inc())
+    recorder = UsageRecorder(UsageStore(Path(path)), on_error=lambda: _write_errors().inc())
     recorder.start()
     return recorder
+
+
+@functools.cache
+def _write_errors() -> Any:
+    return make("usage_write_errors_total")
 
 
 def held_usage() -> HeldUsage | None:
@@ -56,6 +61,8 @@ def held_usage() -> HeldUsage | None:
     recorder = usage()
     if recorder is None:
         return None
+    # At 0, so that an alert sees the first error.
+    _write_errors()
     # A child of multiprocessing runs no atexit functions.
     util.Finalize(None, recorder.close, exitpriority=0)
     return HeldUsage(recorder)

@@ -11,7 +11,7 @@ import yaml
 
 from sglang_ext.observe.dashboard import PRICES, ROWS
 from tests.serving.load import Load
-from tests.serving.observed import Observed
+from tests.serving.observed import Observed, wait_until
 from tests.serving.prometheus import RULES, Prometheus
 
 pytestmark = [
@@ -207,16 +207,24 @@ def test_shares_of_every_rate_are_those_of_the_load(prometheus: Prometheus, load
 
 
 def test_what_is_held_is_what_the_server_says(prometheus: Prometheus, observed: Observed) -> None:
-    overview = observed.client("admin").get("/ext/v1/overview").json()
-    held = _by(prometheus.query("sglang_ext_held_tokens"), "owner", "tier")
-    assert held == {
-        (owner["name"], tier): tokens
-        for owner in overview["owners"]
-        for tier, tokens in owner["held"].items()
-    }
+    """Pages move by themselves for a while, so the two may be told a second apart."""
+    wait_until(lambda: _held(prometheus) == _told(observed))
+    tiers = observed.client("admin").get("/ext/v1/overview").json()["tiers"]
+    assert {tier["name"] for tier in tiers} == {"hbm", "cpu", "nvme"}
     use = _by(prometheus.query("tier:sglang_ext_use:ratio"), "tier")
-    for tier in overview["tiers"]:
+    for tier in tiers:
         assert use[tier["name"]] == pytest.approx(sum(tier["held"].values()) / tier["capacity"])
+
+
+def _held(prometheus: Prometheus) -> dict[Any, float]:
+    return _by(prometheus.query("sglang_ext_held_tokens"), "owner", "tier")
+
+
+def _told(observed: Observed) -> dict[Any, float]:
+    owners = observed.client("admin").get("/ext/v1/overview").json()["owners"]
+    return {
+        (owner["name"], tier): tokens for owner in owners for tier, tokens in owner["held"].items()
+    }
 
 
 def test_answers_within_the_slo_are_counted_exactly(prometheus: Prometheus) -> None:
