@@ -31,6 +31,11 @@ STORAGE_CONFIG = {
 }
 """What names our store to SGLang. Folder, size and weights are added once the model is loaded."""
 
+_BY_SLOT = {
+    "enable_return_routed_experts": "--enable-return-routed-experts",
+    "enable_return_indexer_topk": "--enable-return-indexer-topk",
+}
+
 _CPU_COPIES = {"--hicache-io-backend": "direct", "--hicache-mem-layout": "layer_first"}
 
 
@@ -80,10 +85,17 @@ def check_master_key(policy: Policy) -> None:
 
 
 def check_tiers(server_args: Any) -> None:
-    """Raise UnsupportedError where our store would keep pages that it cannot keep apart.
+    """Raise UnsupportedError where pages that come back would not be all that was computed.
 
     ``server_args`` is a resolved view of SGLang's ServerArgs.
     """
+    for field, flag in _BY_SLOT.items():
+        if server_args.enable_hierarchical_cache and getattr(server_args, field):
+            raise UnsupportedError(
+                f"tiers.cpu does not work with {flag}: SGLang keeps what that returns by the place "
+                "of a token in GPU memory, where a page that came back finds what was there before "
+                "it; remove one of the two"
+            )
     config = server_args.hicache_storage_backend_extra_config or ""
     if server_args.hicache_storage_backend != "dynamic" or '"ExtStorage"' not in config:
         return

@@ -45,6 +45,9 @@ def args(**changes: Any) -> SimpleNamespace:
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config": json.dumps(STORAGE_CONFIG),
         "speculative_algorithm": None,
+        "enable_hierarchical_cache": True,
+        "enable_return_routed_experts": False,
+        "enable_return_indexer_topk": False,
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -135,6 +138,14 @@ def test_a_mode_that_the_store_cannot_serve_is_refused(changes: dict[str, Any], 
 
 def test_replicas_under_dp_attention_have_folders_of_their_own() -> None:
     check_tiers(args(dp_size=2, enable_dp_attention=True))
+
+
+@pytest.mark.trial(44)
+@pytest.mark.parametrize("field", ["enable_return_routed_experts", "enable_return_indexer_topk"])
+def test_what_sglang_keeps_by_slot_is_refused_where_pages_come_back(field: str) -> None:
+    with pytest.raises(UnsupportedError, match=field.replace("_", "-")):
+        check_tiers(args(**{field: True}))
+    check_tiers(args(**{field: True, "enable_hierarchical_cache": False}))
 
 
 def test_a_master_key_that_cannot_be_used_is_refused_before_anything_starts(
