@@ -93,8 +93,7 @@ class UsageStore:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             if self._last(writer) < number:
-                rows = ((*cell, *map(_value(amounts), AMOUNTS)) for cell, amounts in batch.items())
-                self._db.executemany(_ADD, rows)
+                self._db.executemany(_ADD, map(_row, batch, batch.values()))
                 self._db.execute(_NUMBER, (writer, number))
             self._db.execute("COMMIT")
         finally:
@@ -120,5 +119,5 @@ class UsageStore:
         self._db.close()
 
 
-def _value(amounts: Mapping[str, float]):  # type: ignore[no-untyped-def]
-    return lambda name: amounts.get(name, 0)
+def _row(cell: Cell, amounts: Mapping[str, float]) -> tuple[int | float | str, ...]:
+    return (*cell, *(amounts.get(name, 0) for name in AMOUNTS))

@@ -141,9 +141,10 @@ def test_the_key_stays_in_its_tab(page: Browser) -> None:
     assert page.script("localStorage.length") == 0
     assert page.script("document.cookie") == ""
     assert "key-admin" not in page.script("location.href")
-    first = page.driver.current_window_handle
+    first, url = page.driver.current_window_handle, page.script("location.href")
     page.driver.switch_to.new_window("tab")
-    page.driver.get(page.driver.current_url)
+    page.driver.get(url)
+    page.wait(lambda: page.element("key").is_displayed())
     page.driver.close()
     page.driver.switch_to.window(first)
     page.element("forget").click()
