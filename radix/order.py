@@ -264,7 +264,10 @@ class LeafOrder(set[Any]):
             order.remove(leaf)
         else:
             _set_add(self, leaf)
-        if order.add(leaf, stamp):
+        if order.recent and stamp >= order.newest:
+            # Nearly all leaves join as their owner's newest; so no call for them.
+            order.newest = order.recent[leaf] = stamp
+        elif order.add(leaf, stamp):
             self.strategy.lowered(owner, stamp)
 
     def touch(self, leaf: Leaf) -> None:

@@ -119,11 +119,14 @@ class TenantTreeCore(UnifiedTreeCore):
 
     def _insert_commit_step(self, state: Any) -> None:
         """Add the tail in one node, or in two when it begins public and goes on private."""
-        matched, public = state.total_prefix_length, state.key.public
+        public = state.key.public
         if 0 < public < len(state.key):
+            matched = state.total_prefix_length
             self._insert_public_run(state, public)
-        UnifiedTreeCore._insert_commit_step(self, state)
-        state.result.prefix_len = matched
+            UnifiedTreeCore._insert_commit_step(self, state)
+            state.result.prefix_len = matched
+        else:
+            UnifiedTreeCore._insert_commit_step(self, state)
         if len(self.components) > 1:
             # Another component may have stamped the node once more.
             self._update_evictable_leaf_sets(state.target_node)
