@@ -1,6 +1,7 @@
 """Totals of the tiers become counters once, however often they are published."""
 
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 
 import prometheus_client
@@ -8,6 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang_ext.fetching import Outcome
+from sglang_ext.observe.usage import HeldUsage, UsageRecorder
+from sglang_ext.observe.usage_store import UsageStore
 from sglang_ext.radix.order import Reason
 from sglang_ext.radix.victims import Eviction
 from sglang_ext.tier_metrics import TierMetrics, on_disk
@@ -112,3 +115,40 @@ def test_bytes_are_those_of_all_ranks_and_their_time_is_kept(registry: Collector
         cache.clock.now_ms = now_ms
         metrics.publish(cache)
     assert value("sglang_ext_token_seconds_total", where["nvme"]) == 40
+
+
+def _store(**counts: int) -> SimpleNamespace:
+    caps = SimpleNamespace(caps=SimpleNamespace(total_bytes=1000))
+    return SimpleNamespace(
+        counters=lambda: counts,
+        bytes_per_token=100,
+        backend=SimpleNamespace(config=caps),
+        held_bytes=dict,
+    )
+
+
+def test_losses_are_there_before_the_first_and_bytes_apart(registry: CollectorRegistry) -> None:
+    """An alert sees no increment of a series that begins with it."""
+    TierMetrics(5).publish(a_cache(store=_store(stored=2, stored_bytes=500)))
+    value = registry.get_sample_value
+    for event in ("corrupt", "truncated", "not_a_page", "io_error", "no_space"):
+        assert value("sglang_ext_store_events_total", {"event": event}) == 0
+    assert value("sglang_ext_store_events_total", {"event": "stored"}) == 2
+    assert value("sglang_ext_store_events_total", {"event": "stored_bytes"}) is None
+    assert value("sglang_ext_store_bytes_total", {"event": "stored"}) == 500
+
+
+def test_the_bill_gets_the_token_seconds_that_the_metrics_show(registry: CollectorRegistry) -> None:
+    recorder = UsageRecorder(UsageStore(Path(":memory:")), clock=lambda: 0.0)
+    cache = a_cache()
+    cache.ledger.book(A, Tier.HBM, 8, 0)
+    cache.token_time.settle(cache.ledger.changed, cache.ledger.tokens, 0)
+    metrics = TierMetrics(5, HeldUsage(recorder, lambda: 0.0))
+    for now_ms in (0, 1000, 3000):
+        cache.clock.now_ms = now_ms
+        metrics.publish(cache)
+    assert recorder.flush()
+    ((cell, amounts),) = recorder.read(0, 1)
+    assert (cell.tenant, amounts["hbm_token_seconds"]) == ("a", 24)
+    labels = {"owner": "t:a", "tier": "hbm"}
+    assert registry.get_sample_value("sglang_ext_token_seconds_total", labels) == 24
