@@ -1,0 +1,102 @@
+"""FP8 pages with calibrated channels on a CPU: what a layer stores, and how attention reads it."""
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_ext.errors import ScalesError, UnsupportedError
+from sglang_ext.tiering.folding import Folding
+from sglang_ext.tiering.quantizer import FORMATS, Format, quantize
+from sglang_ext.tiering.scales import Scales
+from sglang_ext.tiering.scales_in_force import scales_in_force
+
+__all__ = ["Fp8Pages", "fp8_pages"]
+
+logger = logging.getLogger(__name__)
+
+
+class Fp8Pages:
+    """The calibrated layers of one rank; other layers keep SGLang's plain cast."""
+
+    def __init__(self, scales: Scales, query_heads: int) -> None:
+        self._format = scales.format
+        self._layers = scales.layers
+        self._foldings = {
+            number: Folding(layer.keys, layer.values, query_heads)
+            for number, layer in scales.layers.items()
+        }
+
+    def covers(self, layer: int) -> bool:
+        """Whether this layer has calibrated channels."""
+        return layer in self._layers
+
+    def codes(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the pool stores for new rows [tokens, KV heads, dim]: FP8 of that shape."""
+        channels = self._layers[layer]
+        return (
+            quantize(keys, channels.keys, self._format).codes,
+            quantize(values, channels.values, self._format).codes,
+        )
+
+    def query(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Return the query [tokens, query heads, dim] that attends to codes."""
+        return self._foldings[layer].query(query)
+
+    def output(self, layer: int, output: torch.Tensor) -> torch.Tensor:
+        """Return the attention output over values from that over their codes."""
+        return self._foldings[layer].output(output)
+
+
+def fp8_pages(runner: Any) -> Fp8Pages | None:
+    """Return how this model runner's pages are scaled, None without calibrated scales.
+
+    Raises ScalesError or UnsupportedError where the scales are not for this model.
+    """
+    scales = scales_in_force()
+    format = _format(runner.kv_cache_dtype)
+    if scales is None or runner.is_draft_worker:
+        if format is not None and not runner.is_draft_worker:
+            logger.warning(
+                "%s pages without calibrated scales: scale 1, mean 0 (see sglang-ext calibrate)",
+                format.name,
+            )
+        return None
+    _check(runner, scales, format)
+    logger.info("%s pages with scales calibrated on %s", scales.format.name, scales.model)
+    rank, ranks = get_parallel().attn_tp_rank, get_parallel().attn_tp_size
+    heads = runner.model_config.num_attention_heads // ranks
+    return Fp8Pages(scales.of_rank(rank, ranks), heads)
+
+
+def _format(dtype: torch.dtype) -> Format | None:
+    return next((format for format in FORMATS.values() if format.dtype is dtype), None)
+
+
+def _check(runner: Any, scales: Scales, format: Format | None) -> None:
+    if scales.format is not format:
+        raise ScalesError(
+            f"the scales are for {scales.format.name}, but pages hold {runner.kv_cache_dtype}; "
+            f"set engine.kv_cache_dtype (or --kv-cache-dtype) to {scales.format.name}"
+        )
+    config = runner.model_config
+    if runner.use_mla_backend:
+        raise UnsupportedError("engine.kv_scales does not work with latent attention (MLA) yet")
+    if getattr(config.hf_text_config, "attn_logit_softcapping", None) and _centred(scales):
+        raise UnsupportedError(
+            "the scales have means of K, which a model with capped attention logits cannot fold"
+        )
+    shape = (config.get_total_num_kv_heads(), config.head_dim)
+    for number, layer in scales.layers.items():
+        if tuple(layer.keys.scale.shape) != shape:
+            raise ScalesError(
+                f"layer {number} of the scales has {tuple(layer.keys.scale.shape)} heads and "
+                f"channels, the model {shape}"
+            )
+
+
+def _centred(scales: Scales) -> bool:
+    return any(bool(layer.keys.mean.any()) for layer in scales.layers.values())
