@@ -43,3 +43,23 @@ def _prompt_tokens(admin: Client) -> float:
     prefix = "sglang_ext_prompt_tokens_total{"
     mine = [line for line in lines if line.startswith(prefix) and 'tenant="a"' in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
+
+
+def test_a_change_of_policy_holds_on_both_ranks_from_one_step_on(two_ranks: ServerProcess) -> None:
+    """A rank that refused what the other admits would wait for it for ever."""
+    a, b, admin = (Client(two_ranks.url, f"key-{name}") for name in ("a", "b", "admin"))
+    text = unique_prompt("above a hard quota", words=400)
+    body = {"text": text, "sampling_params": {"max_new_tokens": 4}}
+    assert a.post("/generate", body).status_code == 200
+    for _ in range(3):
+        tight = {"quota": {"hbm": "128tok", "hard": True}}
+        assert admin.put("/ext/v1/tenants/a", tight).status_code == 200
+        refused = a.post("/generate", body)
+        assert refused.status_code == 400
+        assert "hard quota" in refused.text
+        assert b.generate(unique_prompt("another tenant"))
+        assert admin.put("/ext/v1/tenants/a", {}).status_code == 200
+        assert a.post("/generate", body).status_code == 200
+    usage = admin.get("/ext/v1/usage").json()["tenants"]["a"]["tiers"]["hbm"]
+    assert usage["held_tokens"] > 128
+    assert not usage["hard"]
