@@ -1,21 +1,19 @@
-"""SGLang's own features on our tree: bigram keys of EAGLE, sliding windows beside full KV."""
+"""SGLang's own features on our tree: EAGLE's bigram keys, windows and Mamba states beside full KV.
+
+No model runs here: windows and states are real slots of real pools, without numbers in them, and
+SGLang's own check says whether one was lost.
+"""
 
 from random import Random
 
 import pytest
-import torch
-from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_ext.cache_backend import register_backend
-from sglang_ext.prefix_cache import TenantRadixCache
-from sglang_ext.radix.component import TenantFullComponent
 from sglang_ext.radix.integrity import check_integrity, walk
-from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.types import PUBLIC, Tier
-from tests.radix.caches import Rig, make_params, make_rig
+from tests.radix.caches import make_rig
+from tests.radix.hybrid import WindowRig, state_rig, window_rig
 
 POOL, WINDOW = 256, 8
 PROMPT = [7] * 24
@@ -34,47 +32,23 @@ def test_eagle_shares_the_bigrams_that_lie_within_the_prompt(page_size: int, pub
     assert rig.accounted() == rig.size
 
 
-def make_window_rig() -> Rig:
-    """Return a rig with a full and a sliding-window pool of POOL slots each."""
-    register_backend()
-    params = make_params(POOL, 1, sliding_window_size=WINDOW, tree_core_backend="sglang_ext")
-    pool = SWAKVPool(POOL, POOL, 1, torch.bfloat16, 1, 8, [0], [1], "cpu")
-    params.token_to_kv_pool_allocator = SWATokenToKVPoolAllocator(
-        POOL, POOL, 1, torch.bfloat16, "cpu", pool, False
-    )
-    params.tree_components = (ComponentType.FULL, ComponentType.SWA)
-    params.component_registry_override = {ComponentType.FULL: TenantFullComponent}
-    return Rig(TenantRadixCache(params, PublicPrefixes([PROMPT], 1)))
+def make_window_rig(page_size: int = 1) -> WindowRig:
+    return window_rig(POOL, WINDOW, page_size, [PROMPT])
 
 
-def make_room(rig: Rig, tokens: int) -> None:
-    full, window = rig.allocator.full_available_size(), rig.allocator.swa_available_size()
-    rig.cache.evict(EvictParams(num_tokens=max(0, tokens - full)))
-    rig.cache.evict(EvictParams(swa_num_tokens=max(0, tokens - window)))
-
-
-def check_windows(rig: Rig) -> None:
-    """SGLang's own check of both components, ours, and that neither pool lost a slot."""
-    rig.core.sanity_check([], [])
-    check_integrity(rig.cache)
-    cache, allocator = rig.cache, rig.allocator
-    full = cache.full_evictable_size() + cache.full_protected_size()
-    window = cache.swa_evictable_size() + cache.swa_protected_size()
-    assert allocator.full_available_size() + full == POOL
-    assert allocator.swa_available_size() + window == POOL
-
-
-def test_sliding_windows_lie_on_both_sides_of_the_boundary() -> None:
-    rig = make_window_rig()
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_sliding_windows_lie_on_both_sides_of_the_boundary(page_size: int) -> None:
+    rig = make_window_rig(page_size)
     for owner in ("t:a", "t:b"):
         rig.insert(PROMPT + [1] * 16, owner)
-        check_windows(rig)
+        rig.check()
     assert [rig.hit(PROMPT + [1] * 16, owner) for owner in ("t:a", "t:c")] == [40, 24]
     assert all(node.component_data[ComponentType.SWA].value is not None for node in walk(rig.core))
 
 
-def test_a_window_that_splits_the_private_run_keeps_its_hashes_private() -> None:
-    rig = make_window_rig()
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_window_that_splits_the_private_run_keeps_its_hashes_private(page_size: int) -> None:
+    rig = make_window_rig(page_size)
     rig.core.enable_storage = True
     for owner in ("t:a", "t:b"):
         rig.insert(PROMPT + [1] * 3 * WINDOW, owner)
@@ -84,19 +58,64 @@ def test_a_window_that_splits_the_private_run_keeps_its_hashes_private() -> None
     assert len(set(hashes)) == len(hashes)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_windows_survive_random_use_by_several_owners(seed: int) -> None:
-    rig, random = make_window_rig(), Random(seed)
-    for _ in range(400):
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_windows_survive_random_use_by_several_owners(seed: int, page_size: int) -> None:
+    rig, random = make_window_rig(page_size), Random(seed)
+    for _ in range(300):
         text = PROMPT * (random.random() < 0.7)
         text = text + [
-            token for token in random.choices([1, 2], k=random.randint(0, 5)) for _ in "ab"
+            token
+            for token in random.choices([1, 2], k=random.randint(0, 5))
+            for _ in range(2 * page_size)
         ]
-        make_room(rig, len(text))
         rig.insert(text, random.choice(["t:a", "t:b", "t:c"]))
-        check_windows(rig)
+        rig.check()
         if random.random() < 0.2:
             rig.cache.evict(EvictParams(num_tokens=random.randint(1, 32)))
         if random.random() < 0.2:
             rig.cache.evict(EvictParams(swa_num_tokens=random.randint(1, 32)))
-        check_windows(rig)
+        rig.check()
+
+
+def test_a_state_is_of_its_owner_and_so_is_what_it_makes_of_use() -> None:
+    """Full KV without a state at its end is of no use: a shared prompt needs one of its own."""
+    text = PROMPT + [1] * 8
+    with state_rig(POOL, 16, [PROMPT]) as rig:
+        for owner in ("t:a", "t:b"):
+            rig.insert_state(text, owner)
+            rig.check()
+        assert [rig.hit(text, owner) for owner in ("t:a", "t:b", "t:c")] == [32, 32, 0]
+        assert rig.core.ledger.usage(PUBLIC, Tier.HBM).tokens == 24
+        states = {
+            node.owner: node.component_data[ComponentType.MAMBA].value for node in walk(rig.core)
+        }
+        assert states[PUBLIC] is None
+        assert states["t:a"] != states["t:b"]
+        rig.insert_state(PROMPT, "t:d")
+        rig.check()
+        assert [rig.hit(text, owner) for owner in ("t:a", "t:c")] == [32, 24]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_states_survive_random_use_by_several_owners(seed: int) -> None:
+    """What one owner finds ends at a state that it, or the shared prompt, has."""
+    random, ends = Random(seed), dict[str, set[tuple[int, ...]]]()
+    owners = ["t:a", "t:b", "t:c"]
+    with state_rig(96, 12, [PROMPT]) as rig:
+        for _ in range(300):
+            owner, text = random.choice(owners), PROMPT * (random.random() < 0.7)
+            text = text + random.choices([1, 2], k=random.randint(1, 8))
+            if random.random() < 0.1:
+                text = PROMPT
+            found = tuple(text[: rig.hit(text, owner)])
+            shared = len(found) <= len(PROMPT) and found == tuple(PROMPT[: len(found)])
+            assert not found or shared or found in ends.get(owner, ())
+            rig.insert_state(text, owner)
+            ends.setdefault(owner, set()).add(tuple(text))
+            rig.check()
+            if random.random() < 0.2:
+                rig.cache.evict(EvictParams(num_tokens=random.randint(1, 32)))
+            if random.random() < 0.2:
+                rig.cache.evict(EvictParams(num_tokens=0, mamba_num=random.randint(1, 4)))
+            rig.check()
