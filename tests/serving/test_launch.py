@@ -75,6 +75,36 @@ def test_a_wrong_policy_is_refused(tmp_path: Path, text: str, words: str) -> Non
     assert words in _refusal(path)
 
 
+TWO_FLOORS = "version: 1\ntenants: {a: {reserve: {hbm: %s}}, b: {reserve: {hbm: %s}}}"
+
+
+@pytest.mark.trial(26)
+@pytest.mark.parametrize(
+    ("first", "second", "path", "found"),
+    [
+        ("60%", "50%", "tenants", "sums to 110%, expected at most 100%"),
+        ("15000tok", "6000tok", "tenants", "sums to 21000 tokens, expected at most the 20000"),
+        ("1TB", "1GB", "tenants.a.reserve.hbm", "expected at most the 20000"),
+        ("10furlong", "1%", "tenants.a.reserve.hbm", "10furlong"),
+    ],
+)
+def test_trial_26_floors_above_the_capacity_are_refused(
+    tmp_path: Path, first: str, second: str, path: str, found: str
+) -> None:
+    """Percentages before the engine starts, tokens and bytes against the pool that it has."""
+    policy = tmp_path / "tenants.yaml"
+    policy.write_text(TWO_FLOORS % (first, second), encoding="utf-8")
+    server = ServerProcess(
+        "sglang_ext.launch_server", ["--tenant-policy", str(policy), *SMALL_POOL]
+    )
+    try:
+        line = server.wait_for(found)
+        assert f"{path}: " in line
+        assert server.wait_exit() != 0
+    finally:
+        server.kill()
+
+
 def test_a_missing_policy_is_refused(tmp_path: Path) -> None:
     assert "no-such-file" in _refusal(tmp_path / "no-such-file.yaml")
 
