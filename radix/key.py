@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_ext.namespace import SYSTEM_OWNER, frame, is_framed, parse
+from sglang_ext.namespace import SYSTEM_OWNER, frame, is_framed, parse, shares_public
 from sglang_ext.radix.public import PublicPrefixes, common_length
 from sglang_ext.types import PUBLIC, Owner
 
@@ -120,17 +120,17 @@ def own(
 
     ``key`` starts at the root; it is not changed. What does not fill a page of ``page_size`` units
     is left out. Token storage is shared where nothing is. A LoRA adapter computes other KV from the
-    same text, so its keys have no public part.
+    same text, and a sealed owner shares with nobody, so their keys have no public part.
     """
     if isinstance(key, TenantKey):
         return key.page_aligned(page_size)
     namespace = key.extra_key or SYSTEM_NAMESPACE
-    owner, base_model = _standing(namespace)
+    owner, may_share = _standing(namespace)
     tokens = key.token_ids if key.limit is None else key.raw_token_ids()
     owned = TenantKey(tokens, namespace, owner, key.cache_salt, bigram or key.is_bigram)
     if owned.size % page_size:
         owned = owned.page_aligned(page_size)
-    if prefixes and base_model:
+    if prefixes and may_share:
         owned.public = prefixes.boundary(owned.token_ids, owned.is_bigram)
         owned = owned[:] if owned.public >= owned.size else owned
     return owned
@@ -138,6 +138,7 @@ def own(
 
 @lru_cache(_NAMESPACES_KEPT)
 def _standing(namespace: str) -> tuple[Owner, bool]:
-    """Return the owner of a namespace and whether its KV is that of the base model."""
+    """Return the owner of a namespace and whether the beginning of its text may be public."""
     parsed = parse(namespace)
-    return parsed.owner, is_framed(namespace) and not parsed.lora
+    may_share = is_framed(namespace) and not parsed.lora and shares_public(parsed.owner)
+    return parsed.owner, may_share

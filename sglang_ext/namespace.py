@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId
 
-__all__ = ["SYSTEM_OWNER", "Namespace", "frame", "is_framed", "parse", "tenant_owner"]
+__all__ = [
+    "SYSTEM_OWNER",
+    "Namespace",
+    "frame",
+    "is_framed",
+    "parse",
+    "shares_public",
+    "tenant_owner",
+]
 
 _LENGTH = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -32,6 +40,15 @@ class Namespace(NamedTuple):
 def tenant_owner(tenant: TenantId) -> Owner:
     """Return the owner name of a tenant that shares with nobody."""
     return Owner(f"t:{tenant}")
+
+
+def shares_public(owner: Owner) -> bool:
+    """Tell whether an owner's text may be public; a sealed tenant computes even that for itself.
+
+    The owner's name alone decides, so that a request in flight keeps its answer when a policy
+    changes.
+    """
+    return not owner.startswith("s:")
 
 
 SYSTEM_OWNER = tenant_owner(SYSTEM_TENANT)

@@ -233,10 +233,15 @@ class TenantPolicy:
 
     @property
     def owner(self) -> Owner:
-        """Who owns the pages that this tenant computes: the tenant, or its sharing group."""
+        """Who owns the pages that this tenant computes: the tenant, or its sharing group.
+
+        A sealed tenant has a name of another kind, since its pages are not those of before: it
+        shares not even public text (see ``namespace.shares_public``).
+        """
         if self.isolation is Isolation.SHARED:
             return Owner(f"g:{self.group}")
-        return Owner(f"t:{self.name}")
+        sealed = self.isolation in (Isolation.SEALED, Isolation.DEDICATED)
+        return Owner(f"s:{self.name}" if sealed else f"t:{self.name}")
 
     @property
     def encrypted(self) -> bool:

@@ -63,6 +63,12 @@ def test_a_key_that_may_carry_an_adapter_shares_nothing(extra_key: str) -> None:
     assert make_key(PROMPT + [1] * 4, extra_key).public == 0
 
 
+def test_a_sealed_owner_shares_not_even_public_text() -> None:
+    key = make_key(PROMPT + [1] * 4, frame(Owner("s:bank")))
+    assert (key.public, key.owner) == (0, "s:bank")
+    assert key.child_key_at(0, PAGE) == (key.extra_key, (7, 7, 7, 7))
+
+
 def test_a_match_never_crosses_the_boundary_of_either_key() -> None:
     node = make_key(PROMPT)
     narrower = make_key(PROMPT + [1] * 4)

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.radix.integrity import check_integrity, walk
-from sglang_ext.types import PUBLIC, Tier
+from sglang_ext.types import PUBLIC, Owner, Tier
 from tests.radix.caches import Rig, make_rig
 
 PAGES = pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -29,6 +29,24 @@ def test_trial_21_a_public_prompt_is_shared_and_private_tails_never_are(page_siz
     assert rig.core.ledger.usage(PUBLIC, Tier.HBM).tokens == 1536
     slots = [set(rig_slots(rig, prompt + tail, owner)[1536:]) for owner in ("t:a", "t:b")]
     assert not slots[0] & slots[1], "two tenants share private pages"
+    check_integrity(rig.cache)
+
+
+@PAGES
+def test_a_sealed_owner_computes_public_text_for_itself_and_leaves_it_to_nobody(
+    page_size: int,
+) -> None:
+    prompt = list(range(1, 129))
+    rig = make_rig(1024, page_size, [prompt])
+    rig.core.enable_storage = True
+    text = prompt + [5000] * page_size
+    rig.insert(text, "s:bank")
+    assert [rig.hit(text, owner) for owner in ("s:bank", "t:a", "s:b")] == [len(text), 0, 0]
+    rig.insert(text, "t:a")
+    assert [rig.hit(text, owner) for owner in ("t:b", "s:b")] == [len(prompt), 0]
+    assert rig.core.ledger.usage(Owner("s:bank"), Tier.HBM).tokens == len(text)
+    hashes = {node.owner: set(node.hash_value) for node in walk(rig.core)}
+    assert not hashes["s:bank"] & (hashes[PUBLIC] | hashes["t:a"])
     check_integrity(rig.cache)
 
 

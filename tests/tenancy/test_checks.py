@@ -5,6 +5,7 @@ import pytest
 from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.tenancy.policy import Policy
+from sglang_ext.types import TenantId
 
 DIGEST_A = "sha256:" + "a" * 64
 DIGEST_B = "sha256:" + "b" * 64
@@ -181,7 +182,8 @@ def test_encrypted_pages_need_a_master_key(tenant: str) -> None:
     expected = "tiers.nvme.master_key: missing, tenants.b is encrypted: expected a file"
     assert message(DISK + tenants).startswith(expected)
     keyed = DISK.replace("path: /kv", "path: /kv, master_key: /key")
-    assert parse(keyed + tenants).encrypted_owners == {"t:b"}
+    policy = parse(keyed + tenants)
+    assert policy.encrypted_owners == {policy.tenants[TenantId("b")].owner}
     assert parse(tenants).tiers.nvme is None, "without a disk there is nothing to encrypt"
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.errors import PolicyError
+from sglang_ext.namespace import SYSTEM_OWNER, shares_public
 from sglang_ext.tenancy.loader import load_policy, parse_policy
 from sglang_ext.tenancy.policy import (
     ApiKey,
@@ -115,10 +116,19 @@ def test_built_in_tenant_takes_the_defaults_but_no_group_and_no_floor() -> None:
 def test_owner_is_the_tenant_or_its_group() -> None:
     policy = parse(
         "tenants: {acme: {}, sales: {isolation: shared, group: intranet},"
-        " hr: {isolation: shared, group: intranet}, vault: {isolation: sealed}}"
+        " hr: {isolation: shared, group: intranet}, vault: {isolation: sealed},"
+        " bank: {isolation: dedicated, gpus: [1]}}"
     )
-    owners = [policy.tenants[TenantId(name)].owner for name in ("acme", "sales", "hr", "vault")]
-    assert owners == ["t:acme", "g:intranet", "g:intranet", "t:vault"]
+    names = ("acme", "sales", "hr", "vault", "bank")
+    owners = [policy.tenants[TenantId(name)].owner for name in names]
+    assert owners == ["t:acme", "g:intranet", "g:intranet", "s:vault", "s:bank"]
+    assert [shares_public(owner) for owner in owners] == [True, True, True, False, False]
+
+
+def test_the_built_in_tenant_is_never_sealed() -> None:
+    """Its owner has one name everywhere, and what it computes is nobody's text."""
+    policy = parse("defaults: {isolation: sealed}")
+    assert policy.tenants[SYSTEM_TENANT].owner == SYSTEM_OWNER
 
 
 def test_tenant_may_have_the_name_of_a_group() -> None:
