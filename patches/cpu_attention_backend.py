@@ -4,7 +4,6 @@ One instance lives in each model runner. It is chosen by ``--attention-backend s
 by default on our CPU platform.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_ext.errors import UnsupportedError
-from sglang_ext.patches.cpu_attention_kernel import DecodeKernel, load_kernel
+from sglang_ext.patches.cpu_attention_kernel import load_decode_kernel, load_extend_kernel
 from sglang_ext.patches.cpu_attention_meta import Reach, Slots, Step
 from sglang_ext.patches.cpu_attention_ops import (
     Scoring,
@@ -25,6 +24,7 @@ from sglang_ext.patches.cpu_attention_ops import (
     gather,
     is_fp8,
 )
+from sglang_ext.patches.cpu_fp8_pages import fp8_pages
 
 __all__ = ["CpuAttentionBackend"]
 
@@ -48,7 +48,9 @@ class CpuAttentionBackend(AttentionBackend):
             and self.token_to_kv_pool.swa_layer_nums > 0
         )
         self._sliding_loc: torch.Tensor | None = None
-        self._kernel = load_kernel()
+        self._decode_kernel = load_decode_kernel()
+        self._extend_kernel = load_extend_kernel()
+        self._fp8_pages = fp8_pages(runner)
         self.forward_metadata = None
 
     def support_triton(self) -> bool:
@@ -82,15 +84,8 @@ class CpuAttentionBackend(AttentionBackend):
         **options: Any,
     ) -> torch.Tensor:
         """Attend the new rows of every request; returns ``[rows, heads * value_width]``."""
-        query, output = self._start(q, k, v, layer, forward_batch, save_kv_cache, options)
-        plan = self._step().extend(self._reach(layer))
-        scoring = _scoring(layer)
-        reads = self._reads(layer, [run.slots for run in plan.runs])
-        for run, (keys, values) in zip(plan.runs, reads, strict=True):
-            rows = query[run.begin : run.end]
-            attended = attend_extend(rows, keys, values, run, plan, scoring)
-            output[run.begin : run.end] = attended[..., : layer.v_head_dim]
-        return self._finish(output, layer)
+        query = self._start(q, k, v, layer, forward_batch, save_kv_cache, options)
+        return self._finish(self._extend(query, layer), layer)
 
     def forward_decode(
         self,
@@ -103,38 +98,37 @@ class CpuAttentionBackend(AttentionBackend):
         **options: Any,
     ) -> torch.Tensor:
         """Attend one new token of every request; returns ``[batch, heads * value_width]``."""
-        query, output = self._start(q, k, v, layer, forward_batch, save_kv_cache, options)
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        if self._kernel is not None and self._kernel.takes(keys, layer.v_head_dim):
-            self._walk(self._kernel, query, keys, layer, output)
-        else:
-            self._gather_and_attend(query, layer, output)
-        return self._finish(output, layer)
+        query = self._start(q, k, v, layer, forward_batch, save_kv_cache, options)
+        return self._finish(self._decode(query, layer), layer)
 
-    def _walk(
-        self,
-        kernel: DecodeKernel,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        layer: RadixAttention,
-        output: torch.Tensor,
-    ) -> None:
-        """Decode by the kernel, which reads pages where they lie."""
-        latent = keys[..., : layer.v_head_dim]
-        values = latent if self._latent else self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        slots = self._step().ragged(self._reach(layer))
-        output.copy_(kernel.attend(query, keys, values, slots, _scoring(layer)))
+    def _extend(self, query: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+        """Attend by the kernel, or request by request in plain torch."""
+        keys, values = self._pages(layer)
+        plan, scoring = self._step().extend(self._reach(layer)), _scoring(layer)
+        kernel = self._extend_kernel
+        if kernel is not None and kernel.takes(query, keys, layer.v_head_dim):
+            return kernel.attend(query, keys, values, plan, scoring)
+        output = _room(query, layer)
+        for run in plan.runs:
+            read = self._gathered(keys, values, run.slots)
+            rows = query[run.begin : run.end]
+            attended = attend_extend(rows, *read, run, plan, scoring)
+            output[run.begin : run.end] = attended[..., : layer.v_head_dim]
+        return output
 
-    def _gather_and_attend(
-        self, query: torch.Tensor, layer: RadixAttention, output: torch.Tensor
-    ) -> None:
-        """Decode in plain torch, requests of like length together."""
-        groups = self._step().decode(self._reach(layer))
-        reads = self._reads(layer, [group.slots for group in groups])
-        for group, (keys, values) in zip(groups, reads, strict=True):
-            rows = query[group.requests]
-            attended = attend_decode(rows, keys, values, group, _scoring(layer))
+    def _decode(self, query: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+        """Attend by the kernel, or requests of like length together in plain torch."""
+        keys, values = self._pages(layer)
+        step, reach, scoring = self._step(), self._reach(layer), _scoring(layer)
+        kernel = self._decode_kernel
+        if kernel is not None and kernel.takes(query, keys, layer.v_head_dim):
+            return kernel.attend(query, keys, values, step.ragged(reach), scoring).to(query.dtype)
+        output = _room(query, layer)
+        for group in step.decode(reach):
+            read = self._gathered(keys, values, group.slots)
+            attended = attend_decode(query[group.requests], *read, group, scoring)
             output[group.requests] = attended[..., : layer.v_head_dim]
+        return output
 
     def _start(
         self,
@@ -145,16 +139,19 @@ class CpuAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
         options: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new pages, then return the query and an empty output, both by head."""
+    ) -> torch.Tensor:
+        """Store the new pages, then return the query by head."""
         _refuse_layer(layer, options)
         if save_kv_cache and k is not None and v is not None:
             self._store(k, v, layer, forward_batch)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        return apply_scale(query, self._scale(layer, layer.k_scale)), output
+        if self._fp8_pages is not None and self._fp8_pages.covers(layer.layer_id):
+            return self._fp8_pages.query(layer.layer_id, query)
+        return apply_scale(query, self._scale(layer, layer.k_scale))
 
     def _finish(self, output: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+        if self._fp8_pages is not None and self._fp8_pages.covers(layer.layer_id):
+            return self._fp8_pages.output(layer.layer_id, output).flatten(1)
         return apply_scale(output, self._scale(layer, layer.v_scale)).flatten(1)
 
     def _store(
@@ -165,24 +162,31 @@ class CpuAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
     ) -> None:
         loc = KVWriteLoc.for_batch(forward_batch, swa_loc=self._sliding_loc)
-        if self._scaled(layer):
+        if self._fp8_pages is not None and self._fp8_pages.covers(layer.layer_id):
+            heads = (-1, layer.tp_k_head_num, layer.qk_head_dim)
+            codes = self._fp8_pages.codes(layer.layer_id, k.reshape(heads), v.reshape(heads))
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, *codes)
+        elif self._scaled(layer):
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         else:
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
 
-    def _reads(
-        self, layer: RadixAttention, reads: list[Slots]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the keys and values of each read; latent pages serve as both."""
-        # These two calls wait until a tier has brought the layer's pages back, so they come first.
-        key_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        value_buffer = (
-            None if self._latent else self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        )
-        for slots in reads:
-            keys = gather(key_buffer, slots, self._dtype)
-            values = keys if value_buffer is None else gather(value_buffer, slots, self._dtype)
-            yield keys, values
+    def _pages(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the buffers of keys and values, once a tier has brought the layer's pages back.
+
+        Latent pages serve as both.
+        """
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        if self._latent:
+            return keys, keys[..., : layer.v_head_dim]
+        return keys, self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+
+    def _gathered(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: Slots
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the keys and values in ``slots``; latent pages are copied once, and used whole."""
+        found = gather(keys, slots, self._dtype)
+        return found, found if self._latent else gather(values, slots, self._dtype)
 
     def _reach(self, layer: RadixAttention) -> Reach:
         in_sliding_pool = self._sliding and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
@@ -199,6 +203,11 @@ class CpuAttentionBackend(AttentionBackend):
     def _step(self) -> Step:
         assert self.forward_metadata is not None, "a layer ran before init_forward_metadata"
         return self.forward_metadata
+
+
+def _room(query: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+    """Return an empty output by head."""
+    return query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
 
 
 def _scoring(layer: RadixAttention) -> Scoring:

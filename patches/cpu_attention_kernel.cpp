@@ -4,71 +4,21 @@
 // in the order in which they lie in memory. The chunks of a request are then merged by their maxima.
 // Scores, weights and sums are float32. Needs AVX-512; elsewhere the torch code serves.
 
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
+#include <cmath>
+#include <memory>
 #include <vector>
+
+#include "cpu_kernels_common.h"
 
 namespace {
 
 constexpr int64_t CHUNK = 64;  // keys of a task: few enough that they stay in the cache
-constexpr int64_t LANES = 16;  // every width is a multiple of this
 constexpr int64_t TILE = 4;    // vectors of a row, and heads, that are held in registers at once
 
 struct Shape {
   int64_t requests, heads, kv_heads, width, value_width, key_stride, value_stride, threads;
   float scale, soft_cap;
 };
-
-// One overload for each type of page: sixteen stored numbers, widened to float32.
-__m512 load(const float* stored) { return _mm512_loadu_ps(stored); }
-
-struct Bf16 { uint16_t bits; };
-__m512 load(const Bf16* stored) {
-  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(stored));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16));
-}
-
-// The exponent and mantissa of an FP8 number, moved to where float32 keeps its own, are right but
-// for the bias, subnormal numbers included. The codes of NaN and infinity come out finite.
-template <int SHIFT>
-__m512 widen_fp8(const uint8_t* stored, float bias) {
-  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored));
-  const __m512i wide = _mm512_cvtepu8_epi32(codes);
-  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(wide, _mm512_set1_epi32(0x80)), 24);
-  const __m512i size = _mm512_slli_epi32(_mm512_and_si512(wide, _mm512_set1_epi32(0x7f)), SHIFT);
-  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(sign, size)), _mm512_set1_ps(bias));
-}
-
-struct E4m3 { uint8_t bits; };
-__m512 load(const E4m3* stored) { return widen_fp8<20>(&stored->bits, 0x1p120f); }
-
-struct E5m2 { uint8_t bits; };
-__m512 load(const E5m2* stored) { return widen_fp8<21>(&stored->bits, 0x1p112f); }
-
-// e^x for -87 < x < 87, to 2e-7 relative; libm's own is not vectorised under strict rules.
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : (x > 87.0f ? 87.0f : x);
-  const float scaled = x * 1.44269504f;
-  const int32_t whole = int32_t(scaled + (scaled < 0 ? -0.5f : 0.5f));
-  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float sum = 1.9875691e-4f;
-  sum = sum * rest + 1.3981999e-3f;
-  sum = sum * rest + 8.3334519e-3f;
-  sum = sum * rest + 4.1665796e-2f;
-  sum = sum * rest + 1.6666666e-1f;
-  sum = sum * rest + 5.0000001e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  const uint32_t power = uint32_t(whole + 127) << 23;
-  float factor;
-  std::memcpy(&factor, &power, sizeof factor);
-  return sum * factor;
-}
-
-inline float capped(float x, float cap) {
-  return cap * (1.0f - 2.0f / (exponential(2.0f * x / cap) + 1.0f));
-}
 
 // One KV head's rows (or some columns of them) of the keys, or values, that a task reads.
 template <typename T>
@@ -180,21 +130,26 @@ void tiled(int64_t heads, int64_t width, Work work) {
     default: WIDE ? FUNCTION<4, TILE>(__VA_ARGS__) : FUNCTION<4, 1>(__VA_ARGS__); break;          \
   }
 
-// Turns scores into unnormalised weights; returns their maximum and sum.
+// Turns the scores of a chunk into unnormalised weights; returns their maximum and sum.
 void weigh(const Shape& s, float* scores, int64_t count, float* maximum, float* total) {
-  for (int64_t key = 0; key < count; ++key) scores[key] *= s.scale;
-  if (s.soft_cap > 0) {
-    for (int64_t key = 0; key < count; ++key) scores[key] = capped(scores[key], s.soft_cap);
+  __m512 held[CHUNK / LANES];
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  for (int64_t v = 0; v < CHUNK / LANES; ++v) {
+    const int64_t left = count - v * LANES;
+    const __mmask16 there = left >= LANES ? 0xffff : left <= 0 ? 0 : __mmask16((1 << left) - 1);
+    held[v] = _mm512_mul_ps(_mm512_loadu_ps(scores + v * LANES), _mm512_set1_ps(s.scale));
+    if (s.soft_cap > 0) held[v] = capped(held[v], s.soft_cap);
+    held[v] = _mm512_mask_blend_ps(there, _mm512_set1_ps(-INFINITY), held[v]);
+    top = _mm512_max_ps(top, held[v]);
   }
-  float top = scores[0];
-  for (int64_t key = 1; key < count; ++key) top = scores[key] > top ? scores[key] : top;
-  float sum = 0;
-  for (int64_t key = 0; key < count; ++key) {
-    scores[key] = exponential(scores[key] - top);
-    sum += scores[key];
+  *maximum = _mm512_reduce_max_ps(top);
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t v = 0; v < CHUNK / LANES; ++v) {
+    const __m512 weight = exponential(_mm512_sub_ps(held[v], _mm512_set1_ps(*maximum)));
+    sum = _mm512_add_ps(sum, weight);
+    _mm512_storeu_ps(scores + v * LANES, weight);
   }
-  *maximum = top;
-  *total = sum;
+  *total = _mm512_reduce_add_ps(sum);
 }
 
 // One task: all heads of one request over the `count` keys in `slots`. A lone head of a group, and
@@ -233,7 +188,7 @@ void attend(const Shape& s, const float* query, const T* keys, const T* values,
 
 // What a task leaves: per head the maximum, the sum of weights and the blended values.
 struct Partials {
-  std::vector<float> maxima, totals, sums;
+  std::unique_ptr<float[]> maxima, totals, sums;
 };
 
 void merge(const Shape& s, const Partials& p, int64_t first, int64_t last, float* output) {
@@ -250,7 +205,7 @@ void merge(const Shape& s, const Partials& p, int64_t first, int64_t last, float
       const int64_t at = task * s.heads + head;
       const float factor = exponential(p.maxima[at] - top);
       total += factor * p.totals[at];
-      const float* sum = p.sums.data() + at * s.value_width;
+      const float* sum = p.sums.get() + at * s.value_width;
       for (int64_t i = 0; i < s.value_width; ++i) out[i] += factor * sum[i];
     }
     for (int64_t i = 0; i < s.value_width; ++i) out[i] /= total;
@@ -267,8 +222,8 @@ void decode(const Shape& s, const float* query, const T* keys, const T* values,
     firsts.push_back(firsts.back() + chunks);
   }
   const int64_t tasks = owners.size();
-  Partials p{std::vector<float>(tasks * s.heads), std::vector<float>(tasks * s.heads),
-             std::vector<float>(tasks * s.heads * s.value_width)};
+  auto room = [&](int64_t width) { return std::unique_ptr<float[]>(new float[tasks * s.heads * width]); };
+  const Partials p{room(1), room(1), room(s.value_width)};
 #pragma omp parallel num_threads(s.threads)
   {
     std::vector<float> scores(s.heads * CHUNK);

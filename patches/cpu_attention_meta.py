@@ -22,6 +22,7 @@ __all__ = [
     "ExtendPlan",
     "ExtendRun",
     "Reach",
+    "RunList",
     "SlotList",
     "Slots",
     "Step",
@@ -84,6 +85,18 @@ class SlotList:
 
 
 @dataclass(frozen=True)
+class RunList:
+    """The runs of a whole extend batch, for a kernel that walks pages.
+
+    ``slots``: int32, the slots of all runs, one run after the other. ``runs``: int64 ``[n, 4]``, of
+    each run its first row, the row after its last, the keys before, and where its slots start.
+    """
+
+    slots: torch.Tensor
+    runs: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ExtendRun:
     """One request's new rows ``[begin, end)`` of the batch, and the keys that they may see.
 
@@ -126,6 +139,17 @@ class ExtendPlan:
     runs: Sequence[ExtendRun]
     window: int
     dtype: torch.dtype
+
+    @cached_property
+    def listed(self) -> RunList:
+        """The same runs as a kernel takes them."""
+        slots = [run.slots.slots for run in self.runs]
+        starts = [0, *accumulate(len(each) for each in slots)]
+        rows = [
+            [run.begin, run.end, run.before, start]
+            for run, start in zip(self.runs, starts, strict=False)
+        ]
+        return RunList(torch.cat(slots).int(), torch.tensor(rows))
 
     @cached_property
     def band(self) -> CausalBand:

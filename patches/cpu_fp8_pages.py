@@ -56,14 +56,14 @@ def fp8_pages(runner: Any) -> Fp8Pages | None:
 
     Raises ScalesError or UnsupportedError where the scales are not for this model.
     """
-    scales = scales_in_force()
-    format = _format(runner.kv_cache_dtype)
+    scales, format = scales_in_force(), _format(runner.token_to_kv_pool.dtype)
+    if scales is None and format is not None:
+        logger.warning(
+            "%s pages without calibrated scales: scale 1, mean 0 (see sglang-ext calibrate)",
+            format.name,
+        )
+    # A draft model has other weights than the one that was calibrated.
     if scales is None or runner.is_draft_worker:
-        if format is not None and not runner.is_draft_worker:
-            logger.warning(
-                "%s pages without calibrated scales: scale 1, mean 0 (see sglang-ext calibrate)",
-                format.name,
-            )
         return None
     _check(runner, scales, format)
     logger.info("%s pages with scales calibrated on %s", scales.format.name, scales.model)
@@ -79,7 +79,7 @@ def _format(dtype: torch.dtype) -> Format | None:
 def _check(runner: Any, scales: Scales, format: Format | None) -> None:
     if scales.format is not format:
         raise ScalesError(
-            f"the scales are for {scales.format.name}, but pages hold {runner.kv_cache_dtype}; "
+            f"the scales are for {scales.format.name}, but pages are {runner.token_to_kv_pool.dtype}; "
             f"set engine.kv_cache_dtype (or --kv-cache-dtype) to {scales.format.name}"
         )
     config = runner.model_config
