@@ -74,9 +74,7 @@ def test_a_closed_session_leaves_nothing_of_its_own_in_any_tier(tmp_path: Path) 
         assert rig.where(S) == (8, 0)
         assert rig.where(T) == (16, 0), "what the other session uses is there"
         assert rig.cache.evictions[Eviction(Owner("t:a"), Tier.HBM, Reason.FLUSH)] == 8
-        assert held(rig.cache, find(rig, "t")) == in_tiers(16, 16, 16), (
-            "all of it"
-        )
+        assert held(rig.cache, find(rig, "t")) == in_tiers(16, 16, 16), "all of it"
 
 
 @pytest.mark.trial(39)
