@@ -7,6 +7,7 @@ import pytest
 
 from tests.serving.observed import Observed
 from tests.serving.server import Client, ServerProcess, policy_file
+from tests.serving.tiered import Tiers
 
 SMALL_POOL = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
 GROUP = """
@@ -70,3 +71,14 @@ def b(server: ServerProcess) -> Client:
 def admin(server: ServerProcess) -> Client:
     """The operator."""
     return _client(server, "admin")
+
+
+@pytest.fixture(scope="session")
+def tiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiers]:
+    tiers = Tiers(tmp_path_factory.mktemp("tiers"))
+    try:
+        yield tiers
+        tiers.server.stop()
+        assert not tiers.server.leaks(), tiers.server.leaks()
+    finally:
+        tiers.server.kill()
