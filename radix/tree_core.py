@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.utils import compute_node_hash_values
 
 from sglang_ext.radix.clock import SharedClock
+from sglang_ext.radix.events import OwnedEvents
 from sglang_ext.radix.hashes import boundary_seed, node_hashes, turns_private
 from sglang_ext.radix.host_copies import is_spare_copy
 from sglang_ext.radix.key import TenantKey, own
@@ -52,6 +53,7 @@ class TenantTreeCore(UnifiedTreeCore):
         self.victims = Victims(self)
         self._touched: tuple[Any, float, int] = _NOBODY
         super().__init__(params, components)
+        self.kv_events = OwnedEvents(self.kv_events)
 
     def reset(self) -> None:
         super().reset()

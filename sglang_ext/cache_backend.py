@@ -127,11 +127,6 @@ def _refuse_unsupported(ctx: Any, public: PublicPrefixes) -> None:
             "--enable-session-radix-cache keeps sessions longer than anything else, whoever owns "
             f"them, and does not work with --radix-cache-backend {BACKEND}; drop the flag"
         )
-    if params.enable_kv_cache_events and public:
-        raise UnsupportedError(
-            "--kv-events-config does not work with public_prefixes: SGLang's KV events cannot "
-            "say that a path changes its owner; drop one of the two"
-        )
     if public and ctx.enable_hierarchical_cache and _only_buffers():
         raise UnsupportedError(
             "--hicache-host-memory-mode buffer_only does not work with public_prefixes: its keys "

@@ -32,6 +32,7 @@ _IMPORT_SGLANG = {
     "sglang_ext/warm_up.py",
     "radix/component.py",
     "radix/dump.py",
+    "radix/events.py",
     "radix/hashes.py",
     "radix/host_copies.py",
     "radix/integrity.py",

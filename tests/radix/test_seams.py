@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from sglang.srt.mem_cache import registry, utils
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
@@ -13,6 +14,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_ext.patches.versions import check_signature
 from sglang_ext.prefix_cache import TenantRadixCache
 from sglang_ext.radix.component import TenantFullComponent
+from sglang_ext.radix.events import OwnedEvents
 from sglang_ext.radix.key import TenantKey
 from sglang_ext.radix.node import TenantTreeNode
 from sglang_ext.radix.tree_core import TenantTreeCore
@@ -70,6 +72,7 @@ def test_a_private_method_still_takes_what_we_override_or_pass(
         (TenantTreeNode, UnifiedTreeNode),
         (TenantTreeCore, UnifiedTreeCore),
         (TenantFullComponent, FullComponent),
+        (OwnedEvents, KVCacheEventRecorder),
         (TenantRadixCache, UnifiedRadixCache),
     ],
 )

@@ -64,7 +64,6 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
     [
         ({"eviction_policy": "lfu"}, "--radix-eviction-policy lfu"),
         ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
-        ({"enable_kv_cache_events": True}, "--kv-events-config"),
         ({"hierarchical": True}, "--hicache-host-memory-mode"),
     ],
 )
