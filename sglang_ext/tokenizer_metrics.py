@@ -47,7 +47,7 @@ class TenantTokenizerMetrics(TokenizerMetricsCollector):
     ) -> None:
         """Record one finished request."""
         tenant, others = _split(labels)
-        facts = labels.get("facts") or RequestFacts()
+        facts: Any = labels.get("facts") or RequestFacts()
         request_metrics().finished(
             FinishedRequest(
                 tenant=tenant,

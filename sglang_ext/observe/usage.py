@@ -70,7 +70,7 @@ class UsageRecorder:
         """Add ``amounts`` (see AMOUNTS) to the hour of ``when`` (Unix time). O(1)."""
         cell = Cell(int(when // HOUR) * HOUR, tenant)
         with self._lock:
-            self._pending.setdefault(cell, Counter()).update(amounts)  # type: ignore[arg-type]
+            self._pending.setdefault(cell, Counter()).update(amounts)
 
     def flush(self) -> bool:
         """Write what was added; False where that failed, and it will be tried again."""
