@@ -46,12 +46,7 @@ class TenantKey(RadixKey):
         is_bigram: bool = False,
         public: int = 0,
     ) -> None:
-        # The fields of RadixKey, set here because keys are made at every step of a walk.
-        self.token_ids = token_ids
-        self.extra_key = extra_key
-        self.cache_salt = cache_salt
-        self.is_bigram = is_bigram
-        self.limit = None
+        RadixKey.__init__(self, token_ids, extra_key, is_bigram, None, cache_salt)
         self.owner = owner
         self.public = public
         count = len(token_ids)

@@ -45,6 +45,7 @@ class TenantTreeCore(UnifiedTreeCore):
     """
 
     root_node: Any
+    kv_events: Any
 
     def __init__(self, params: Any, components: Any) -> None:
         self.public = PublicPrefixes((), params.page_size)

@@ -93,11 +93,6 @@ def test_the_insert_walk_still_carries_the_state_that_we_rewrite() -> None:
     assert fields <= set(_InsertWalkState.__struct_fields__)
 
 
-def test_a_key_has_no_field_that_ours_does_not_set() -> None:
-    """TenantKey sets the fields of RadixKey itself."""
-    assert RadixKey.__slots__ == ("token_ids", "extra_key", "cache_salt", "is_bigram", "limit")
-
-
 def test_leaf_sets_are_changed_only_by_add_and_discard() -> None:
     """Our order takes the place of a set; any other way to change it would go past the order."""
     source = inspect.getsource(UnifiedTreeCore) + inspect.getsource(FullComponent)
