@@ -138,7 +138,7 @@ def one_round(
     """Move ``total`` bytes each way, with the store and with fio, in a fresh folder."""
     place = Path(tempfile.mkdtemp(prefix="bench_tiers", dir=folder))
     try:
-        run: Run = {"size": size, "round": number, **measure_copies(pools, size, total)}
+        run: Run = {"size": size, "round": number, **measure_copies(pools, size, total // 4)}
         turns: list[Callable[[], Run]] = [lambda: measure_store(place, pools, size, total, depth)]
         if fio.installed():
             turns.append(lambda: measure_fio(place, size, total, depth))
@@ -209,7 +209,7 @@ def timed(move: str, act: Callable[[range], None], size: int, total: int) -> Run
         begin = time.perf_counter()
         act(range(page, page + 1))
         seconds.append(time.perf_counter() - begin)
-    p50, p99 = np.percentile(seconds, [50, 99])
+    p50, p99 = (float(each) for each in np.percentile(seconds, [50, 99]))
     return {move: {"GB/s": rate / 1e9, "p50 ms": p50 * 1e3, "p99 ms": p99 * 1e3}}
 
 
