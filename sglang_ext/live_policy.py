@@ -26,7 +26,7 @@ from sglang_ext.policy_file import PolicyFile
 from sglang_ext.tenancy.auth import Callers
 from sglang_ext.tenancy.changes import Change, check_live, diff
 from sglang_ext.tenancy.document import version_of, write_yaml
-from sglang_ext.tenancy.loader import build_policy
+from sglang_ext.tenancy.loader import build_policy, policy_text
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tenancy.yaml_text import read_yaml
 
@@ -91,7 +91,7 @@ class LivePolicy:
             old = active.policy()
             try:
                 _check_version(old, if_match)
-                edited, new, changes = await asyncio.to_thread(_edited, old, edit)
+                new, text, changes = await asyncio.to_thread(_edited, old, edit)
                 refused = await self._apply(new)
             except SglangExtError as error:
                 self._log.write(by, "policy", "refused", reason=str(error))
@@ -100,7 +100,7 @@ class LivePolicy:
                 "version": version_of(new.document),
                 "changes": [change.row() for change in changes],
                 "refused_requests": refused,
-                **await asyncio.to_thread(self._save, edited, save),
+                **await asyncio.to_thread(self._save, text, save),
             }
             self._log.write(by, "policy", "applied", **answer)
             removed = await self._leavers.remove(old, new, leaving or Leaving())
@@ -138,9 +138,8 @@ class LivePolicy:
         self._callers.use(new)
         return sum(answer["refused_requests"] for answer in answers)
 
-    def _save(self, edited: Edited, save: bool) -> dict[str, Any]:
+    def _save(self, text: str, save: bool) -> dict[str, Any]:
         """Write what is in force into the policy file, unless it comes from there."""
-        text = write_yaml(edited.document) if edited.text is None else edited.text
         if not save:
             self._file.accept(text)
         reason = self._file.save(text) if save else None
@@ -162,8 +161,12 @@ def _check_version(old: Policy, if_match: str | None) -> None:
         raise VersionError(f"version {version} is in force, not {if_match}")
 
 
-def _edited(old: Policy, edit: Edit) -> tuple[Edited, Policy, list[Change]]:
+def _edited(old: Policy, edit: Edit) -> tuple[Policy, str, list[Change]]:
+    """Return the new policy, as the file shall hold it too, and what it changes."""
     edited = edit(old.document)
     new = build_policy(edited.document)
     check_live(old, new)
-    return edited, new, diff(old, new)
+    text = write_yaml(new.document) if edited.text is None else edited.text
+    # The next start reads no larger file.
+    policy_text(text.encode("utf-8"))
+    return new, text, diff(old, new)

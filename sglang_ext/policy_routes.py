@@ -205,9 +205,9 @@ async def put_tenant(
 
     def edit(document: Mapping[str, Any]) -> Edited:
         tenants = document.get("tenants", {})
-        before = tenants.get(tenant, {})
-        kept = {name: before[name] for name in ("api_keys",) if name in before}
-        return Edited({**document, "tenants": {**tenants, tenant: {**kept, **body}}})
+        keys = tenants.get(tenant, {}).get("api_keys")
+        own = body if keys is None else {"api_keys": keys, **body}
+        return Edited({**document, "tenants": {**tenants, tenant: own}})
 
     return await _change(live, edit, leaving, if_match)
 

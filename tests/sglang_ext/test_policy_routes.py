@@ -99,6 +99,17 @@ def test_a_body_is_bounded(server: Server) -> None:
     assert answer.status_code == 413
 
 
+def test_what_the_next_start_could_not_read_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.tenancy.loader.MAX_BYTES", len(TEXT) + 100)
+    before = active.policy()
+    answer = server.call("PUT", "/ext/v1/tenants/z", json={"api_keys": [digest("1"), digest("2")]})
+    assert answer.status_code == 400
+    assert "too large" in answer.json()["message"]
+    assert active.policy() is before
+
+
 @pytest.mark.parametrize("seconds", ["-1", "301", "nan", "x"])
 def test_a_wait_is_bounded(server: Server, seconds: str) -> None:
     answer = server.call("DELETE", f"/ext/v1/tenants/a?timeout={seconds}")
