@@ -77,7 +77,7 @@ def test_it_shows_what_the_load_did(page: Browser, observed: Observed, load: Loa
         rate = float(_row(page, "tenants", tenant)[3].removesuffix(" %"))
         assert 100 * hits / counts["prompt_tokens"] - 0.1 <= rate <= 100
         assert _row(page, "policy", tenant)[1] == "private"
-    assert _row(page, "policy", "b")[4].startswith("hbm 1000tok")
+    assert _row(page, "policy", "b")[4].startswith("hbm 1ktok")
     tree = observed.client("admin").get("/ext/v1/tree").json()["ranks"][0]
     page.wait(lambda: page.count("#tree rect") == tree["runs_total"])
     assert page.count("#tiers .tier") == 3
