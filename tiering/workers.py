@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _CANDIDATES = (1, 2, 4, 8)  # more threads would only wait for the interpreter's lock
 _PROBE_BYTES = 16 * 2**20
 _PROBE_BLOCK_BYTES = 256 * 2**10
-_GOOD_ENOUGH = 0.9
+_GOOD_ENOUGH = 0.95
 _local = threading.local()
 
 
@@ -155,7 +155,7 @@ class Workers:
 
 
 def measure_depth(folder: Path, io: FileIO) -> int:
-    """Return the smallest depth that reaches 90% of the best rate; takes some 200 ms.
+    """Return the smallest depth that reaches 95% of the best rate; takes some 200 ms.
 
     Both ways count, and a thread hashes what it moves, as it will for every page. A folder that
     cannot be measured gets a middle value: the store will count its errors.
