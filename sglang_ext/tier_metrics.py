@@ -1,6 +1,5 @@
 """Metrics of the tiers: what left them and why, and what the store below met with."""
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -78,7 +77,7 @@ class TierMetrics:
         self._ready = make("fetch_ready_seconds")
         self._choices = make("load_choices_total")
         self._disk_time = DiskTime()
-        self._seen: Counter[Hashable] = Counter()
+        self._seen: dict[str, dict[Hashable, float]] = {}
 
     def publish(self, cache: Any) -> None:
         """Add what happened since the last time. O(owners)."""
@@ -124,6 +123,8 @@ class TierMetrics:
 
     def _news(self, kind: str, totals: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
         """Return by how much each of these totals has grown since the last time."""
-        news = [(key, total - self._seen[kind, key]) for key, total in dict(totals).items()]
-        self._seen.update({(kind, key): grown for key, grown in news})
-        return [(key, grown) for key, grown in news if grown]
+        seen = self._seen.setdefault(kind, {})
+        news = [(key, total - seen.get(key, 0)) for key, total in dict(totals).items()]
+        # Not added up: sums of fractions round, and a counter takes nothing below 0.
+        seen.update(totals)
+        return [(key, grown) for key, grown in news if grown > 0]

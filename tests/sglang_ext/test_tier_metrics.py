@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from sglang_ext.fetching import Outcome
@@ -152,3 +154,18 @@ def test_the_bill_gets_the_token_seconds_that_the_metrics_show(registry: Collect
     assert (cell.tenant, amounts["hbm_token_seconds"]) == ("a", 24)
     labels = {"owner": "t:a", "tier": "hbm"}
     assert registry.get_sample_value("sglang_ext_token_seconds_total", labels) == 24
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=30))
+def test_growth_in_fractions_is_never_below_zero(steps: list[float]) -> None:
+    """A sum of differences rounds otherwise than the total, and a counter refuses less than 0."""
+    metrics = TierMetrics.__new__(TierMetrics)
+    metrics._seen = {}
+    total, counted = 0.0, 0.0
+    for step in [*steps, 0.0]:
+        total += step
+        news = metrics._news("area", {"a": total})
+        assert all(grown > 0 for _, grown in news)
+        counted += sum(grown for _, grown in news)
+    assert counted == pytest.approx(total)
+    assert metrics._news("area", {"a": total}) == []
