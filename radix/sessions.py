@@ -10,7 +10,8 @@ to its parent, and its page hashes to the sessions: their copies on disk may sti
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sglang_ext.types import PUBLIC, Owner, TenantId
@@ -38,10 +39,15 @@ class Text(NamedTuple):
     extra_key: str | None
     cache_salt: str | None
 
+    def begins_with(self, start: "Text") -> bool:
+        """Tell whether this text lies where ``start`` does and begins with it."""
+        return self[1:] == start[1:] and self.tokens[: len(start.tokens)] == start.tokens
+
 
 class Session:
-    """One conversation. ``anchors``: the last used one is the last. ``lost``: hashes of its pages that left memory, oldest first. ``text``:
-    what it said last, kept once a part of it left memory, None while all is there."""
+    """One conversation. ``anchors``: the last used one is the last. ``lost``: hashes of its pages
+    that left memory, oldest first. ``text``: what it said last, kept once a part of it left memory,
+    None while all is there."""
 
     __slots__ = ("anchors", "id", "lost", "owner", "text", "used_ms")
 
@@ -64,6 +70,7 @@ class Sessions:
         self._most_lost_pages = most_lost_pages
         self._tenants: dict[TenantId, OrderedDict[str, Session]] = {}
         self._holders: dict[TenantId, Counter[str]] = {}
+        self._remembers = True
 
     def find(self, id: SessionId) -> Session | None:
         """Return a session without making it a used one. O(1)."""
@@ -92,14 +99,16 @@ class Sessions:
     def left(self, node: Any) -> None:
         """Note that a node with anchors is leaving memory; its parent is still known. O(pages)."""
         sessions, node.sessions = node.sessions, None
+        short = node.lifespan is not None and node.lifespan.ttl_ms is not None
+        keeps = bool(node.hash_value) and self._remembers and not short
         for session in sessions:
             del session.anchors[node]
-            if node.hash_value:
+            if keeps:
                 session.text = session.text or text_of(node)
                 self._lose(session, node.hash_value)
             if node.parent.parent is not None:
                 self._anchor(session, node.parent)
-        if node.hash_value:
+        if keeps:
             for tenant in {session.id.tenant for session in sessions}:
                 self._forget_idle(tenant)
 
@@ -128,6 +137,37 @@ class Sessions:
         session.anchors = {}
         self._unlose(session, list(session.lost))
         del self._tenants[session.id.tenant][session.id.name]
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Within, what leaves memory is deleted below as well: no trace of it is kept."""
+        self._remembers = False
+        try:
+            yield
+        finally:
+            self._remembers = True
+
+    def forget_owner(self, owner: Owner) -> None:
+        """Remove all sessions of an owner. O(sessions)."""
+        for session in [one for named in self._tenants.values() for one in named.values()]:
+            if session.owner == owner:
+                self.forget(session)
+
+    def forget_texts(self, start: Text) -> None:
+        """Keep no text that begins with this one. O(sessions)."""
+        for named in self._tenants.values():
+            for session in named.values():
+                if session.text is not None and session.text.begins_with(start):
+                    session.text = None
+
+    def forget_before(self, first_ms: Callable[[Owner], int]) -> None:
+        """Remove the sessions last used before that time of their owner. O(tenants + those)."""
+        for named in self._tenants.values():
+            while named:
+                oldest = next(iter(named.values()))
+                if oldest.used_ms >= first_ms(oldest.owner):
+                    break
+                self.forget(oldest)
 
     def clear(self) -> None:
         """Forget all sessions, together with the tree that they were in."""

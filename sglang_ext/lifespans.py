@@ -19,6 +19,7 @@ from sglang_ext.types import Owner, Tier
 __all__ = ["Lifespans"]
 
 _ROUND_MS = 100
+_FOR_EVER_MS = 1 << 62
 
 
 class Lifespans:
@@ -63,7 +64,10 @@ class Lifespans:
             node = node.parent
 
     def tick(self, now_ms: int) -> None:
-        """End what is over. O(log n) for each page once in its lifetime, ten times a second."""
+        """End what is over, and forget conversations that ended long ago.
+
+        O(log n) for each page once in its lifetime, O(tenants with sessions); ten times a second.
+        """
         if now_ms < self._due_ms:
             return
         self._due_ms = now_ms + _ROUND_MS
@@ -73,6 +77,12 @@ class Lifespans:
         for owner, pages in left if store is not None else ():
             store.delete_pages(owner, pages)
         left.clear()
+        self._cache.sessions.forget_before(lambda owner: now_ms - self._longest_ms(owner))
+
+    def _longest_ms(self, owner: Owner) -> int:
+        """Return how long a page of ``owner`` may lie unused in the last tier."""
+        life = self._lifetimes.get(owner)
+        return _FOR_EVER_MS if life is None else life.of(self._lowest)
 
     def _renew(self, node: Any, fixed: bool, ttl_ms: int | None) -> None:
         if node.lifespan is None:
@@ -137,7 +147,8 @@ class Lifespans:
         if self._cache.store is not None:
             pages = [page for node in nodes for page in node.hash_value or ()]
             self._cache.store.delete_pages(top.owner, pages)
-        free_nodes(self._cache, nodes, (Tier.HBM, Tier.CPU), Reason.TTL)
+        with self._cache.sessions.dropping():
+            free_nodes(self._cache, nodes, (Tier.HBM, Tier.CPU), Reason.TTL)
         if parent.lifespan is not None and not parent.children:
             self._cache.deadlines.set(parent, now_ms)
 

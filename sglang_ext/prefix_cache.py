@@ -266,6 +266,7 @@ class TenantRadixCache(FetchingCache):
                 self.evict_host(before[Tier.CPU])
         in_use = {tier: self.ledger.usage(owner, tier).tokens for tier in before}
         freed = {tier: held - in_use[tier] for tier, held in before.items()}
+        self.sessions.forget_owner(owner)
         disk = 0 if self.store is None else self.store.delete_owner(owner)
         return Flushed(freed, in_use, disk)
 

@@ -6,6 +6,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_ext.radix.hashes import text_hashes
 from sglang_ext.radix.order import Reason
+from sglang_ext.radix.sessions import Text
 from sglang_ext.removal import Flushed, below, free_nodes
 from sglang_ext.types import PUBLIC, Tier
 
@@ -38,7 +39,9 @@ def flush_prefix(cache: Any, key: Any) -> Flushed:
         pages += text_hashes(key, cache.page_size)[matched // cache.page_size :]
         disk_bytes = cache.store.delete_pages(key.owner, pages)
     cache.pins.remove_at(nodes)
-    flushed = free_nodes(cache, nodes, (Tier.HBM, Tier.CPU), Reason.FLUSH)
+    cache.sessions.forget_texts(Text(key.token_ids[: len(key)], key.extra_key, key.cache_salt))
+    with cache.sessions.dropping():
+        flushed = free_nodes(cache, nodes, (Tier.HBM, Tier.CPU), Reason.FLUSH)
     return flushed._replace(disk_bytes=disk_bytes)
 
 

@@ -36,7 +36,8 @@ def close(cache: Any, session: Session) -> Flushed:
     disk_bytes = 0
     if cache.store is not None:
         disk_bytes = cache.store.delete_pages(session.owner, _pages(cache, session, nodes))
-    flushed = free_nodes(cache, nodes, (Tier.HBM, Tier.CPU), Reason.FLUSH)
+    with cache.sessions.dropping():
+        flushed = free_nodes(cache, nodes, (Tier.HBM, Tier.CPU), Reason.FLUSH)
     if not any(flushed.in_use.values()):
         cache.sessions.forget(session)
     return flushed._replace(disk_bytes=disk_bytes)

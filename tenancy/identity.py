@@ -119,6 +119,8 @@ def apply_identity(request: Any, identity: Identity) -> None:
         request.extra_key = _framed(request.extra_key, identity)
     elif identity.no_store:
         raise ValueError("Cache-Control: no-store is supported for generation only")
+    elif identity.tag.ttl_ms is not None:
+        raise ValueError("X-KV-TTL is supported for generation only")
     _scope_session(request, identity)
 
 

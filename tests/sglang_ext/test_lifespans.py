@@ -250,6 +250,7 @@ def test_the_disk_keeps_the_age_of_pages_with_a_fixed_life(tmp_path: Path) -> No
         assert held(rig)[0] == 16
         rig.later(100)
         assert held(rig) == (0, 0), "59 seconds old when it came back, and one more"
+        assert not store.held_bytes()
 
 
 def test_entries_do_not_outlive_their_pages() -> None:

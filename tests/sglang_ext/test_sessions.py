@@ -14,6 +14,7 @@ from sglang_ext.radix.sessions import Session, SessionId, text_of
 from sglang_ext.radix.victims import Eviction
 from sglang_ext.request_tag import RequestTag
 from sglang_ext.sessions import close, held, pause, what_returns
+from sglang_ext.tiering.placement import Lifetime
 from sglang_ext.types import Owner, TenantId, Tier
 from tests.radix.caches import make_rig, namespace
 from tests.sglang_ext.test_prefix_cache import Request
@@ -245,3 +246,50 @@ def test_a_request_that_leaves_nothing_has_no_session() -> None:
     request.compute(8)
     request.checkpoint(8)
     assert rig.cache.sessions.of(A) == []
+
+
+def traces(rig: TieredRig, name: str) -> int:
+    """Return how many tokens and pages of a session are remembered though they left memory."""
+    session = find(rig, name)
+    return len(session.lost) + (0 if session.text is None else len(session.text.tokens))
+
+
+def test_no_trace_of_what_was_flushed_is_remembered(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        ask(rig, S, "s")
+        leave_memory(rig)
+        assert traces(rig, "s") == 4 + 16
+        flush_prefix(rig.cache, key(COMMON))
+        assert find(rig, "s").text is None
+        ask(rig, T, "t")
+        flush_prefix(rig.cache, key(COMMON))
+        assert find(rig, "t").text is None
+        ask(rig, S, "s")
+        rig.cache.flush(Owner("t:a"))
+        assert rig.cache.sessions.of(A) == []
+
+
+def test_no_trace_of_a_shorter_life_is_remembered(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        rig.cache.lifespans = Lifespans(rig.cache, {})
+        for leave in (lambda: rig.later(300), lambda: leave_memory(rig)):
+            ask(rig, S, "s")
+            node = rig.core.node_by_id(rig.match(S).last_device_node)
+            rig.cache.lifespans.used(node, Owner("t:a"), 300)
+            leave()
+            assert not list(walk(rig.core))
+            assert traces(rig, "s") == 0
+
+
+def test_a_conversation_that_ended_long_ago_is_forgotten() -> None:
+    rig = TieredRig(make_rig(64, PAGE).cache)
+    life = Lifetime(hbm_ms=1000, cpu_ms=1000, nvme_ms=1000)
+    rig.cache.lifespans = Lifespans(rig.cache, {Owner("t:a"): life})
+    ask(rig, S, "s")
+    rig.later(600)
+    ask(rig, T, "t")
+    rig.later(600)
+    assert [session.id.name for session in rig.cache.sessions.of(A)] == ["t"]
+    ask(rig, S, "u", "t:unknown")
+    rig.later(10**9)
+    assert [session.id.name for session in rig.cache.sessions.of(A)] == ["u"]

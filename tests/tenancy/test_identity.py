@@ -1,6 +1,7 @@
 """Identity on SGLang's real request types: the client decides nothing about whose a request is."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, S
 
 from sglang_ext.errors import PolicyError
 from sglang_ext.namespace import parse
+from sglang_ext.request_tag import RequestTag
 from sglang_ext.tenancy.fields import name as read_name
 from sglang_ext.tenancy.identity import (
     SYSTEM,
@@ -190,6 +192,12 @@ def test_no_store_makes_a_namespace_that_never_comes_again() -> None:
 def test_no_store_is_refused_for_embeddings() -> None:
     with pytest.raises(ValueError, match="no-store"):
         apply_identity(EmbeddingReqInput(text="x"), _NO_STORE)
+
+
+def test_a_shorter_life_is_refused_for_embeddings() -> None:
+    with pytest.raises(ValueError, match="X-KV-TTL"):
+        apply_identity(EmbeddingReqInput(text="x"), replace(_A, tag=RequestTag("", 500)))
+    apply_identity(EmbeddingReqInput(text="x"), replace(_A, tag=RequestTag("chat")))
 
 
 def test_the_engine_still_knows_its_health_checks() -> None:
