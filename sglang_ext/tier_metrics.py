@@ -125,6 +125,6 @@ class TierMetrics:
         """Return by how much each of these totals has grown since the last time."""
         seen = self._seen.setdefault(kind, {})
         news = [(key, total - seen.get(key, 0)) for key, total in dict(totals).items()]
-        # Not added up: sums of fractions round, and a counter takes nothing below 0.
+        # A counter refuses less than 0, which would end the scheduler over a figure.
         seen.update(totals)
         return [(key, grown) for key, grown in news if grown > 0]

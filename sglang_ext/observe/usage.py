@@ -123,9 +123,9 @@ class HeldUsage:
         parts = list(_hours(self._since, now))
         for key, total in totals.items():
             grown = total - self._seen.get(key, 0.0)
+            self._seen[key] = total
             if grown <= 0:
                 continue
-            self._seen[key] = total
             owner, tier = key
             for when, part in parts:
                 amounts = {f"{tier.value}_token_seconds": grown * part}
