@@ -89,7 +89,8 @@ class TenantPrefillAdder(PrefillAdder):
             self._scheduling.skipped(req, "turn")
             return AddReqResult.OTHER
         result = self._try(req, owner, has_chunked_req, truncation_align_size)
-        if result is AddReqResult.NO_TOKEN and not self._is_in(req) and self._preempt(req):
+        short = result is AddReqResult.NO_TOKEN and not self._is_in(req)
+        if short and self._preempt(req, owner):
             result = self._try(req, owner, has_chunked_req, truncation_align_size)
         return self._booked(req, owner, result)
 
@@ -108,12 +109,14 @@ class TenantPrefillAdder(PrefillAdder):
             return bool(super().preempt_to_schedule(req))
         return preempt(self, self._scheduling, req, 0)
 
-    def _preempt(self, req: Any) -> bool:
+    def _preempt(self, req: Any, owner: Owner) -> bool:
         """Make memory for ``req`` at the cost of running requests of lower classes."""
         if not (self._scheduling.fair and self._scheduling.has_classes):
             return False
-        missing = self._need(req) + self.page_size - int(self.rem_total_tokens)
-        return preempt(self, self._scheduling, req, missing + 1)
+        # Locked as it will be: its own cached pages are no room for it.
+        with self._lock_node(req.last_node), self.tree_cache.as_requester((owner,)):
+            missing = self._need(req) + self.page_size + 1 - int(self.rem_total_tokens)
+        return preempt(self, self._scheduling, req, missing)
 
     def _is_in(self, req: Any) -> bool:
         return bool(self.can_run_list) and self.can_run_list[-1] is req
