@@ -47,14 +47,16 @@ inline void store(Bf16* to, __m512 values) {
                       _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 
-// e^x for -87 < x < 87, to 2e-7 relative; beyond, the value there.
+// e^x for -87 < x < 87, to 2e-7 relative; beyond, the value there. NaN stays NaN.
 inline __m512 exponential(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(87.0f));
+  // Of two operands of which one is NaN, the second comes out.
+  x = _mm512_min_ps(_mm512_set1_ps(87.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));
   const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
   rest = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f), rest);
   __m512 sum = _mm512_set1_ps(1.9875691e-4f);
-  for (const float factor : {1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666666e-1f, 5.0000001e-1f}) {
+  for (const float factor :
+       {1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666666e-1f, 5.0000001e-1f}) {
     sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor));
   }
   sum = _mm512_fmadd_ps(_mm512_mul_ps(sum, rest), rest, _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));

@@ -64,7 +64,9 @@ extern "C" void silu_and_mul(const Bf16* x, Bf16* out, int64_t rows, int64_t wid
     for (int64_t i = 0; i < width; i += LANES) {
       const __m512 value = load(gate + i);
       const __m512 divisor = _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, value)));
-      const __m512 activated = _mm512_div_ps(value, divisor);
+      // Below, e^-x is no longer exact, and the result is smaller than bfloat16 can tell from 0.
+      const __mmask16 counts = _mm512_cmp_ps_mask(value, _mm512_set1_ps(-87.0f), _CMP_NLE_UQ);
+      const __m512 activated = _mm512_maskz_div_ps(counts, value, divisor);
       store(out + row * width + i, _mm512_mul_ps(activated, load(gate + width + i)));
     }
   });

@@ -13,6 +13,8 @@ from sglang_ext.patches.cpu_attention import (
     register_cpu_attention,
 )
 from sglang_ext.patches.cpu_kernels import replace_triton_kernels
+from sglang_ext.patches.cpu_ops import register_ops
+from sglang_ext.patches.cpu_threads import bind_rank, set_thread_defaults
 from sglang_ext.patches.hicache_cpu import enable_hicache
 
 __all__ = ["ExtCpuPlatform"]
@@ -50,15 +52,27 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = CPU_ATTENTION
         # SGLang itself does this for ``torch_native`` alone.
+        set_thread_defaults(server_args.tp_size * server_args.pp_size * server_args.dp_size)
         for phase in (Phase.DECODE, Phase.PREFILL):
             server_args.cuda_graph_config = with_phase(
                 server_args.cuda_graph_config, phase, backend=Backend.DISABLED
             )
 
     def post_load_model(self, model: Any) -> None:
-        """Replace what no CPU runs, before the first batch and cache, and after all imports."""
+        """Replace what no CPU runs, before the first batch and cache, and after all imports.
+
+        With another attention backend than ours, the model's operators stay SGLang's own.
+        """
+        from sglang.srt.runtime_context import attention_backends, get_device
+
         replace_triton_kernels()
         enable_hicache()
+        bind_rank(get_device().gpu_id)
+        if CPU_ATTENTION in attention_backends():
+            from sglang_ext.patches.cpu_linear import speed_up_linears
+
+            register_ops(self.get_dispatch_key_name())
+            speed_up_linears(model)
 
     def get_dispatch_key_name(self) -> str:
         """Select the ``forward_native`` version of every operator."""
