@@ -273,16 +273,23 @@ def test_only_who_asks_for_it_is_encrypted(tmp_path: Path) -> None:
 def test_a_deleted_owner_has_another_key_and_copies_of_its_pages_are_worthless(
     tmp_path: Path,
 ) -> None:
-    storage = make_storage(tmp_path, make_pool(), **KEYED)
+    pool = make_pool()
+    storage = make_storage(tmp_path, pool, **KEYED)
     storage.encrypt([ALICE])
     storage.note_owner(keys_of(1), ALICE)
     storage.batch_set_v1(keys_of(1), indices(0))
     (slab,) = tmp_path.rglob("*.slab")
     copy = slab.read_bytes()
     assert storage.delete_owner(ALICE) > 0
-    storage.note_owner(keys_of(1), ALICE)
-    storage.batch_set_v1(keys_of(1), indices(1))
+    storage.note_owner(keys_of(2), ALICE)
+    assert storage.batch_set_v1(keys_of(2), indices(1)) == [True]
+    storage.close()
     slab.write_bytes(copy)
+    for index in tmp_path.rglob("index.sqlite*"):
+        index.unlink()
+    storage = make_storage(tmp_path, pool, **KEYED)
+    storage.encrypt([ALICE])
+    storage.note_owner(keys_of(1), ALICE)
     assert storage.batch_get_v1(keys_of(1), indices(2)) == [False]
     storage.close()
 
