@@ -102,24 +102,12 @@ def _resolve(argv: list[str], policy: Policy, given: Set[str], *, on_cpu: bool) 
     server_args = prepare_server_args(argv)
     server_args.stat_loggers = {"tokenizer": TenantTokenizerMetrics}
     set_cpu_size(server_args, policy, given)
-    if on_cpu:
-        _bind_threads(server_args.tp_size)
     server_args.resolve_once()
     resolved = resolving_view(server_args)
     check_modes(resolved)
     check_tiers(resolved)
     check_port(resolved.host, resolved.port)
     return server_args
-
-
-def _bind_threads(ranks: int) -> None:
-    """Give each tensor-parallel rank its own share of the cores; SGLang asks for one NUMA node
-    a rank unless told otherwise."""
-    if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
-        cores = sorted(os.sched_getaffinity(0))
-        shares = [cores[rank::ranks] or cores[:1] for rank in range(ranks)]
-        binding = "|".join(",".join(map(str, share)) for share in shares)
-        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = binding
 
 
 def _extend_app(policy: Policy, file: PolicyFile, audit_log: Path | None, warm_up: WarmUp) -> None:
