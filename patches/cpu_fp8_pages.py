@@ -79,7 +79,7 @@ def _format(dtype: torch.dtype) -> Format | None:
 def _check(runner: Any, scales: Scales, format: Format | None) -> None:
     if scales.format is not format:
         raise ScalesError(
-            f"the scales are for {scales.format.name}, but pages are {runner.token_to_kv_pool.dtype}; "
+            f"the scales are for {scales.format.name}, but pages {runner.token_to_kv_pool.dtype}; "
             f"set engine.kv_cache_dtype (or --kv-cache-dtype) to {scales.format.name}"
         )
     config = runner.model_config

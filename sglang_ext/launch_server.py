@@ -17,6 +17,7 @@ from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import SglangExtError
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
+from sglang_ext.launch_scales import use_scales
 from sglang_ext.observe import json_log, recording
 from sglang_ext.policy_file import PolicyFile
 from sglang_ext.tenancy.auth import Callers, TenantAuth
@@ -106,6 +107,7 @@ def _resolve(argv: list[str], policy: Policy, given: Set[str], *, on_cpu: bool) 
     resolved = resolving_view(server_args)
     check_modes(resolved)
     check_tiers(resolved)
+    use_scales(policy, resolved, on_cpu=on_cpu)
     check_port(resolved.host, resolved.port)
     return server_args
 

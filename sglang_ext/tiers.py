@@ -17,6 +17,7 @@ from sglang_ext.tenancy.policy import Policy, TtlSince
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tier_flags import STORAGE_CONFIG, ranks
 from sglang_ext.tiering.caps import Caps, Limit
+from sglang_ext.tiering.scales_in_force import scales_digest
 from sglang_ext.tiering.storage_backend import ExtStorage
 from sglang_ext.tiering.transfers import PageRef
 from sglang_ext.types import Owner, OwnerLimits, Tier
@@ -46,7 +47,7 @@ def complete_storage_config(ctx: Any, policy: Policy) -> None:
         "total_bytes": int(nvme.size.amount) // ranks(ctx.server_args),
         "weights_hash": _weights(ctx),
         "kv_dtype": str(ctx.params.token_to_kv_pool_allocator.get_kvcache().dtype),
-        "scales": kv_scales(runner.model),
+        "scales": kv_scales(runner.model) + scales_digest(),
         # What is worth a fetch is measured (``sglang_ext.fetching``), not fixed here.
         "prefetch_threshold": int(ctx.params.page_size),
         **({} if nvme.master_key is None else {"master_key": nvme.master_key}),

@@ -25,7 +25,6 @@ class NotYet:
 _ISOLATION = {"sealed": "sealed tenants", "dedicated": "dedicated engines"}
 
 NOT_YET = (
-    NotYet("engine.kv_scales", "FP8 pages"),
     NotYet("tiers.remote", "the remote tier"),
     NotYet("tenants.*.gpus", "dedicated engines"),
     NotYet("tenants.*.engine", "dedicated engines"),

@@ -14,37 +14,37 @@ import torch
 
 from sglang_ext.tiering.quantizer import Channels
 
-__all__ = ["folded_query", "mean_logits", "unfolded_output"]
+__all__ = ["Folding"]
 
 
-def folded_query(query: torch.Tensor, keys: Channels) -> torch.Tensor:
-    """Return ``q s_k`` for query [tokens, query heads, dim], in its dtype; exact in bf16."""
-    return query * _grouped(keys.scale, query).to(query.dtype)
+class Folding:
+    """One layer's channels, laid out for ``query_heads`` heads of queries and outputs."""
 
+    def __init__(self, keys: Channels, values: Channels, query_heads: int) -> None:
+        group = query_heads // keys.scale.shape[0]
+        self._key_scale, self._key_mean, self._value_scale, self._value_mean = (
+            channels.repeat_interleave(group, dim=0)
+            for channels in (keys.scale, keys.mean, values.scale, values.mean)
+        )
 
-def mean_logits(query: torch.Tensor, keys: Channels, softmax_scale: float) -> torch.Tensor:
-    """Return ``softmax_scale * q . mu_k``, float32 [tokens, query heads].
+    def query(self, query: torch.Tensor) -> torch.Tensor:
+        """Return ``q s_k`` for query [tokens, query heads, dim], in its dtype; exact in bf16."""
+        return query * self._key_scale.to(query.dtype)
 
-    Natural units. Add it to the log-sum-exp (times log2(e) where that is base 2) before merging
-    with a state over unshifted keys, and to the logits where a soft cap or a sink sees them.
-    """
-    return (query.float() * _grouped(keys.mean, query)).sum(dim=-1) * softmax_scale
+    def mean_logits(self, query: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+        """Return ``softmax_scale * q . mu_k``, float32 [tokens, query heads].
 
+        Natural units. Add it to the log-sum-exp (times log2(e) where that is base 2) before merging
+        with a state over unshifted keys, and to the logits where a soft cap or a sink sees them.
+        """
+        return (query.float() * self._key_mean).sum(dim=-1) * softmax_scale
 
-def unfolded_output(
-    output: torch.Tensor, values: Channels, shift: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the attention output [tokens, query heads, dim] over V from that over its codes.
+    def output(self, output: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the attention output [tokens, query heads, dim] over V from that over its codes.
 
-    ``shift`` is ``sum_t p[t] c[t]``, float32 [tokens, query heads], where V has per-token shifts.
-    """
-    normal = output.float()
-    if shift is not None:
-        normal = normal + shift.unsqueeze(-1)
-    unfolded = normal * _grouped(values.scale, output) + _grouped(values.mean, output)
-    return unfolded.to(output.dtype)
-
-
-def _grouped(channels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``channels`` [KV heads, dim] once for each of the rows' query heads."""
-    return channels.repeat_interleave(rows.shape[-2] // channels.shape[0], dim=0)
+        ``shift`` is ``sum_t p[t] c[t]``, float32 [tokens, query heads], where V has token shifts.
+        """
+        normal = output.float()
+        if shift is not None:
+            normal = normal + shift.unsqueeze(-1)
+        return torch.addcmul(self._value_mean, normal, self._value_scale).to(output.dtype)

@@ -73,9 +73,9 @@ class Channels:
         """Scale 1 and mean 0: a plain cast to FP8."""
         return cls(torch.ones(heads, dim), torch.zeros(heads, dim))
 
-    def to(self, device: torch.device | str) -> "Channels":
-        """The same on ``device``."""
-        return Channels(self.scale.to(device), self.mean.to(device))
+    def heads(self, heads: slice) -> "Channels":
+        """Those of some heads."""
+        return Channels(self.scale[heads], self.mean[heads])
 
 
 @dataclass(frozen=True, slots=True)

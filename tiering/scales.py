@@ -7,7 +7,7 @@ wrong means are wrong answers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,10 @@ class LayerChannels:
     keys: Channels
     values: Channels
 
+    def heads(self, heads: slice) -> "LayerChannels":
+        """Return those of some KV heads."""
+        return LayerChannels(self.keys.heads(heads), self.values.heads(heads))
+
 
 @dataclass(frozen=True, slots=True)
 class Scales:
@@ -44,6 +48,20 @@ class Scales:
     model: str
     weights: str
     layers: Mapping[int, LayerChannels]
+
+    def of_rank(self, rank: int, ranks: int) -> "Scales":
+        """Return what one of ``ranks`` ranks holds: its share of the heads, or one head.
+
+        Heads are dealt out as SGLang does: in runs, and each to several ranks where there are more
+        ranks than heads.
+        """
+
+        def share(layer: LayerChannels) -> LayerChannels:
+            heads = layer.keys.scale.shape[0]
+            first = rank * heads // ranks
+            return layer.heads(slice(first, first + max(1, heads // ranks)))
+
+        return replace(self, layers={n: share(layer) for n, layer in self.layers.items()})
 
 
 def checkpoint_hash(folder: Path) -> str:
@@ -68,7 +86,7 @@ def checkpoint_hash(folder: Path) -> str:
 def save_scales(path: Path, scales: Scales) -> None:
     """Write ``scales`` to ``path``, over what was there; raise ``ScalesError`` when that fails."""
     tensors = {
-        f"layers.{number}.{which}.{part}": getattr(channels, part).contiguous()
+        f"layers.{number}.{which}.{part}": getattr(channels, part).contiguous().clone()
         for number, layer in scales.layers.items()
         for which, channels in (("key", layer.keys), ("value", layer.values))
         for part in ("scale", "mean")

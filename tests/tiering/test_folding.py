@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_ext.tiering.channel_statistics import ChannelStatistics
-from sglang_ext.tiering.folding import folded_query, mean_logits, unfolded_output
+from sglang_ext.tiering.folding import Folding
 from sglang_ext.tiering.quantizer import E4M3, E5M2, Channels, Format, dequantize, quantize
 
 _HEADS, _GROUP, _DIM, _TOKENS = 2, 3, 16, 40
@@ -45,11 +45,12 @@ def test_folding_equals_dequantizing(format: Format) -> None:
     k8, v8 = quantize(keys, of_keys, format), quantize(values, of_values, format)
     expected, expected_lse = _attend(query, dequantize(k8, of_keys), dequantize(v8, of_values))
 
-    folded, lse = _attend(folded_query(query, of_keys), k8.codes.float(), v8.codes.float())
-    output = unfolded_output(folded.float(), of_values)
+    folding = Folding(of_keys, of_values, _HEADS * _GROUP)
+    folded, lse = _attend(folding.query(query), k8.codes.float(), v8.codes.float())
+    output = folding.output(folded.float())
 
     assert torch.allclose(output.double(), expected, atol=1e-5)
-    corrected = lse + mean_logits(query, of_keys, _SCALE)
+    corrected = lse + folding.mean_logits(query, _SCALE)
     assert torch.allclose(corrected, expected_lse, atol=1e-5)
     assert (lse - expected_lse).abs().max() > 0.1, "the correction was not needed: a weak test"
 
@@ -58,7 +59,8 @@ def test_folding_a_query_in_bf16_loses_nothing() -> None:
     keys = _channels(_rows(1), E4M3)
     query = torch.randn(4, _HEADS * _GROUP, _DIM).bfloat16()
     exact = query.float() * keys.scale.repeat_interleave(_GROUP, dim=0)
-    assert torch.equal(folded_query(query, keys).float(), exact)
+    folding = Folding(keys, keys, _HEADS * _GROUP)
+    assert torch.equal(folding.query(query).float(), exact)
 
 
 def test_a_shift_of_v_goes_out_with_the_weights() -> None:
@@ -70,5 +72,6 @@ def test_a_shift_of_v_goes_out_with_the_weights() -> None:
     grouped = v8.codes.float().repeat_interleave(_GROUP, dim=1)
     shift = torch.einsum("qht,th->qh", weights, v8.shift.repeat_interleave(_GROUP, dim=1))
     whole = dequantize(v8, of_values).repeat_interleave(_GROUP, dim=1)
-    output = unfolded_output(torch.einsum("qht,thd->qhd", weights, grouped), of_values, shift)
+    folding = Folding(of_values, of_values, _HEADS * _GROUP)
+    output = folding.output(torch.einsum("qht,thd->qhd", weights, grouped), shift)
     assert torch.allclose(output, torch.einsum("qht,thd->qhd", weights, whole), atol=1e-4)
