@@ -74,7 +74,8 @@ class Sessions:
 
     def find(self, id: SessionId) -> Session | None:
         """Return a session without making it a used one. O(1)."""
-        return self._tenants.get(id.tenant, {}).get(id.name)
+        named = self._tenants.get(id.tenant)
+        return None if named is None else named.get(id.name)
 
     def of(self, tenant: TenantId) -> list[Session]:
         """Return the sessions of a tenant, the most recently used first."""
@@ -125,8 +126,8 @@ class Sessions:
 
     def lost_alone(self, session: Session) -> list[str]:
         """Return the hashes of its lost pages that no other session of the tenant holds."""
-        holders = self._holders.get(session.id.tenant, {})
-        return [page for page in session.lost if holders[page] == 1]
+        holders = self._holders.get(session.id.tenant)
+        return [page for page in session.lost if holders is not None and holders[page] == 1]
 
     def forget(self, session: Session) -> None:
         """Remove a session; its pages stay, and belong to nobody in particular."""

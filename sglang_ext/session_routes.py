@@ -122,7 +122,7 @@ async def close(session: Name, caller: Caller, request: Request) -> Moved:
 class Destination(BaseModel):
     """How far down a paused session goes."""
 
-    to: Tier = Field(Tier.CPU, description="`cpu`, or `nvme` to free its host memory too.")
+    to: Annotated[Tier, Field(description="`cpu`, or `nvme` to free host memory too.")] = Tier.CPU
 
 
 @router.post("/{session}/pause")
@@ -146,17 +146,25 @@ async def resume(session: Name, caller: Caller) -> Resumed:
     ranks = await _known("session_text", session, caller, {})
     texts = [rank["text"] for rank in ranks if rank["text"] is not None]
     if not texts:
-        return Resumed(session=session, **_NOWHERE, note="no tier holds anything of it any more")
+        return _resumed(session, {}, "no tier holds anything of it any more")
     text = max(texts, key=lambda text: len(text["token_ids"]))
     identity = Identity(caller.tenant, caller.owner, tag=RequestTag(session))
     try:
         where = await replay(text["token_ids"], text["client_key"], text["cache_salt"], identity)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
-    return Resumed(session=session, **where)
+    return _resumed(session, where)
 
 
-_NOWHERE = {"hbm_tokens": 0, "cpu_tokens": 0, "nvme_tokens": 0, "computed_tokens": 0}
+def _resumed(session: str, where: Mapping[str, int], note: str | None = None) -> Resumed:
+    return Resumed(
+        session=session,
+        hbm_tokens=where.get("hbm_tokens", 0),
+        cpu_tokens=where.get("cpu_tokens", 0),
+        nvme_tokens=where.get("nvme_tokens", 0),
+        computed_tokens=where.get("computed_tokens", 0),
+        note=note,
+    )
 
 
 async def _moved(

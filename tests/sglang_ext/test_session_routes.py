@@ -100,7 +100,8 @@ def test_closing_frees_on_every_replica_and_is_written_down(world: World, method
     assert world.get("/sessions").json()["total"] == 0
     assert '"of": "a/s"' in world.server.audit.read_text()
     again = world.post("/sessions/s/close")
-    assert (again.status_code, again.json()) == (404, {"detail": "no such session"})
+    assert again.status_code == 404
+    assert "no such session" in again.text
 
 
 def test_what_is_in_use_is_said_and_the_session_stays_known(world: World) -> None:
@@ -187,4 +188,4 @@ def test_the_operator_flushes_a_session_or_a_prefix(world: World) -> None:
 def test_a_wrong_flush_is_refused_in_words(world: World, body: object, words: str) -> None:
     answer = world.post("/flush", "key-admin", body)
     assert answer.status_code == 400
-    assert words in answer.json()["detail"]
+    assert words in answer.text
