@@ -213,7 +213,11 @@ class FetchingCache(MeasuredCache):
     def pop_prefetch_loaded_span(self, request: Any) -> tuple[int, int | None]:
         """Return how many tokens came from the disk for a request, and where they start."""
         fetch = self._fetches.get(request)
-        return (0, None) if fetch is None else (fetch.landed, fetch.start)
+        if fetch is None:
+            # Of a pipeline only the first stage asks.
+            span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
+            return span
+        return fetch.landed, fetch.start
 
     # ---- how long to wait
 
