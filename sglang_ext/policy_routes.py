@@ -233,9 +233,10 @@ async def usage(request: Request) -> Usage:
     names = [identity.tenant] if identity.id_prefix else list(active.policy().tenants)
     ask: Ask = request.app.state.ask_schedulers
     ranks = [answer["tenants"] for answer in await ask("usage", {"tenants": names})]
-    found = set.intersection(*(set(rank) for rank in ranks))
-    together = {name: _together([rank[name] for rank in ranks]) for name in names if name in found}
-    return Usage(tenants=together)
+    found: set[str] = set.intersection(*(set(rank) for rank in ranks))
+    return Usage(
+        tenants={name: _together([rank[name] for rank in ranks]) for name in sorted(found)}
+    )
 
 
 async def _change(live: LivePolicy, edit: Edit, leaving: Leaving, if_match: str | None) -> Applied:

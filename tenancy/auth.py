@@ -128,7 +128,7 @@ def _is_open(scope: Scope, access: Access, table: _Table) -> bool:
     return access is Access.METRICS and table.metrics_open
 
 
-def _identities(policy: Policy) -> Mapping[str, Identity]:
+def _identities(policy: Policy) -> Mapping[TenantId, Identity]:
     return {name: Identity(tenant.name, tenant.owner) for name, tenant in policy.tenants.items()}
 
 

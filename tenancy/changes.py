@@ -112,7 +112,8 @@ def _fixed(old: Policy, new: Policy) -> Iterator[tuple[str, Any, Any]]:
 def _fixed_prefixes(old: Policy, new: Policy) -> Iterator[tuple[str, Any, Any]]:
     """Texts stand for themselves only where names agree, so that no message repeats one."""
     before, after = (one.public_prefixes for one in (old, new))
-    yield "public_prefixes", *([prefix.name for prefix in one] for one in (before, after))
+    names, others = ([prefix.name for prefix in one] for one in (before, after))
+    yield "public_prefixes", names, others
     same = [prefix.system for prefix in before] == [prefix.system for prefix in after]
     yield "public_prefixes", "their texts", "their texts" if same else "other texts"
 
