@@ -69,6 +69,9 @@ class Terms(NamedTuple):
     reason: Reason
 
 
+_UNDER_PRESSURE = Terms(None, Reason.PRESSURE)
+
+
 class OwnerStrategy(Protocol):
     """Decides which owner gives the next leaf of one tier."""
 
@@ -124,7 +127,7 @@ class LeastRecent:
         return None
 
     def terms(self, owner: Owner) -> Terms:
-        return Terms(None, Reason.PRESSURE)
+        return _UNDER_PRESSURE
 
 
 class SortedEntries:
@@ -233,8 +236,10 @@ class Recency:
 
     def oldest(self) -> tuple[float, Leaf]:
         """Return the leaf that goes first and its stamp; there must be one. O(1)."""
-        if self.recent:
-            leaf, stamp = next(iter(self.recent.items()))
+        recent = self.recent
+        if recent:
+            leaf = next(iter(recent))
+            stamp = recent[leaf]
             if not self._filed or stamp <= self.late.oldest()[0]:
                 return stamp, leaf
         stamp, _, leaf = self.late.oldest()

@@ -14,6 +14,9 @@ from sglang_ext.types import Owner, Tier
 __all__ = ["Eviction", "Victim", "Victims"]
 
 
+_HBM = Tier.HBM  # an enum's members are slow to read
+
+
 class Eviction(NamedTuple):
     """What the counter of evicted tokens is kept by."""
 
@@ -64,7 +67,7 @@ class Victims:
         """Return the order of the leaves of ``tier``, HBM or CPU."""
         core = self._core
         order: LeafOrder = (
-            core.evictable_device_leaves if tier is Tier.HBM else core.evictable_host_leaves
+            core.evictable_device_leaves if tier is _HBM else core.evictable_host_leaves
         )
         return order
 
@@ -103,14 +106,16 @@ class Victims:
         leaf = leaves.oldest() if self.only is None else leaves.oldest_of(self.only)
         if leaf is None:
             return None
-        owner, size = leaf.owner, len(leaf.key)
+        key = leaf.key
+        owner, size = key.owner, key.size
         if self.only is None:
             most, reason = leaves.strategy.terms(owner)
         else:
             most, reason = -(-wanted // core.page_size) * core.page_size, self._reason
         if most is not None and most < size:
             core.cut(leaf, size - most, cache_actions)
-        return Victim(leaf, len(leaf.key), Eviction(owner, tier, reason))
+            size = leaf.key.size
+        return Victim(leaf, size, Eviction(owner, tier, reason))
 
     def gone(self, victim: Victim) -> None:
         """Count a victim that left its tier."""
