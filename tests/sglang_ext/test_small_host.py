@@ -93,6 +93,18 @@ def test_a_copy_that_is_written_to_the_disk_stays(tmp_path: Path) -> None:
         assert rig.where(TEXT) == (16, 0)
 
 
+def test_a_copy_of_a_page_in_use_may_go(tmp_path: Path) -> None:
+    with tiered(tmp_path, cpu=SMALL) as rig:
+        rig.insert(TEXT)
+        lock = rig.cache.lock(rig.match(TEXT).last_device_node)
+        rig.settle()
+        assert rig.cache.evict_host(10**6) == len(TEXT)
+        check_integrity(rig.cache)
+        rig.cache.unlock(lock)
+        check_integrity(rig.cache)
+        assert rig.where(TEXT) == (16, 0)
+
+
 def test_without_a_disk_a_copy_is_the_only_way_to_outlive_hbm() -> None:
     with tiered(cpu=SMALL) as rig:
         rig.write(TEXT)
