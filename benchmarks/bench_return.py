@@ -1,16 +1,22 @@
 """Time to the first token of a conversation that returns: from HBM, CPU, NVMe, or computed again.
 
-Two engines in one run, each with the same pools: ours, and SGLang's own HiCache with its file
-backend. A round asks for a new conversation (computed), asks again (HBM), computes others until it
-has left HBM (CPU), and more until it has left host memory too (NVMe). The engines take turns.
+Two engines in one run, each with the same pools: ours, and SGLang's own cache, HiCache and file
+backend on our CPU platform. A round asks for a new conversation (computed), asks again (HBM),
+computes others until it has left HBM (CPU), and more until it has left host memory too (NVMe). The
+engines take turns. A full run also starts SGLang's HiCache on SGLang's own CPU engine, without
+anything of ours, and records what it says.
 """
 
+import os
 import random
+import re
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +31,9 @@ _BYTES_PER_TOKEN = 23_040
 _HBM, _CPU = 1.6, 3.2
 """Pools, in conversations."""
 _BOUNDS = {"cpu": 0.25, "nvme": 0.4}
+
+_START_SECONDS = 90
+_ERROR = re.compile(r"^\w*(\.\w+)*(Error|Exception)\b")
 
 Times = dict[str, list[float]]
 
@@ -46,6 +55,29 @@ def _round(client: httpx.Client, server: Engine, draw: random.Random, tokens: in
         found = answer.sources[_TIERS[tier]] >= 0.9 * answer.prompt_tokens
         times[tier] = [answer.ttft] if found else []
     return times
+
+
+def _without_us(folder: Path, tokens: int) -> str:
+    """Start stock HiCache on SGLang's own CPU engine; return how that ended and its last error."""
+    command = [sys.executable, "-m", "sglang.launch_server", *_stock(folder, tokens)]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", "33203"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"},
+            start_new_session=True,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_START_SECONDS)
+        status = process.poll()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log.seek(0)
+        errors = [line.strip() for line in log if _ERROR.search(line)]
+    ended = f"still runs after {_START_SECONDS} s" if status is None else f"exit {status}"
+    return f"{ended}: {errors[-1] if errors else 'no error in its log'}"
 
 
 def _measure(
@@ -76,11 +108,13 @@ def _record(report: Report, name: str, times: Times, rounds: int) -> None:
 def main() -> int:
     """Run the benchmark and return its exit status."""
     options = arguments("bench_return", __doc__ or "").parse_args()
-    rounds, tokens = (2, 1000) if options.quick else (12, 4000)
+    rounds, tokens = (2, 1000) if options.quick else (9, 4000)
     draw = random.Random(options.seed)
     report = Report(f"Return of a conversation of {tokens} tokens")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not options.quick:
+            report.figures["hicache file on SGLang's own CPU engine"] = _without_us(folder, tokens)
         engines = [
             stack.enter_context(
                 engine("ours", "sglang_ext.launch_server", 33201, *_ours(folder, tokens))
