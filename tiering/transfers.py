@@ -30,7 +30,7 @@ __all__ = [
 _STEP_S = 1e-6
 _TOGETHER_BYTES = 2**20
 """Small pages are moved several at a time, up to this size."""
-_TURNS = 4
+_TURNS = 2
 """Each thread gets so many shares of a full batch, so that some copy while others wait."""
 
 Fill = Callable[[int, memoryview], None]

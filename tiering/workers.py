@@ -6,6 +6,7 @@ memory only inside ``Batch.guarded``, which refuses once the batch is closed.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ __all__ = ["Batch", "Outcome", "Workers", "measure_depth", "scratch"]
 logger = logging.getLogger(__name__)
 
 _CANDIDATES = (1, 2, 4, 8)  # more threads would only wait for the interpreter's lock
+_THREADS_A_CORE = 2  # one computes while the other waits for the disk
 _PROBE_BYTES = 16 * 2**20
 _PROBE_BLOCK_BYTES = 256 * 2**10
 _GOOD_ENOUGH = 0.95
@@ -194,7 +196,8 @@ def _read(io: FileIO, fd: int, offset: int) -> None:
 
 def _smallest(move: Callable[[int], None]) -> int:
     """Return the smallest depth at which blocks move almost as fast as at the best one."""
-    rates = {depth: _rate(move, depth) for depth in _CANDIDATES}
+    most = _THREADS_A_CORE * len(os.sched_getaffinity(0))
+    rates = {depth: _rate(move, depth) for depth in _CANDIDATES if depth <= most}
     best = max(rates.values())
     return next(depth for depth, rate in rates.items() if rate >= _GOOD_ENOUGH * best)
 
