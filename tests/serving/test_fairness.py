@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +23,8 @@ SPECIAL = """
   heavy: {api_keys: ["%s"], weight: 3}
   capped: {api_keys: ["%s"], quota: {hbm: 512tok, hard: true}}
   patient: {api_keys: ["%s"], max_queued: 2}
+  low: {api_keys: ["%s"], sla: basic}
+  top: {api_keys: ["%s"], sla: premium}
 unknown_key: free
 """
 
@@ -28,7 +32,7 @@ unknown_key: free
 @pytest.fixture(scope="module")
 def fair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with tenants of equal weight, and some that are not."""
-    names = ("light", "heavy", "capped", "patient")
+    names = ("light", "heavy", "capped", "patient", "low", "top")
     special = SPECIAL % tuple(digest(f"key-{name}") for name in names)
     equal = ["long", "short", "hot", "cold", "busy", "free"]
     policy = policy_file(tmp_path_factory.mktemp("policy"), equal, special)
@@ -94,6 +98,14 @@ def served_while_both_wait(ends: Ends) -> Counter[str]:
     return served
 
 
+def metric(server: ServerProcess, name: str, **labels: str) -> float:
+    """Return a counter of ours, 0 where nothing has been counted yet."""
+    rows = Client(server.url, "key-admin").get("/metrics").text.splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    found = [row for row in rows if row.startswith(f"sglang_ext_{name}{{")]
+    return sum(float(row.rsplit(" ", 1)[1]) for row in found if all(w in row for w in wanted))
+
+
 @pytest.mark.trial(32)
 def test_trial_32_ten_times_longer_prompts_get_no_more(fair: ServerProcess) -> None:
     texts = {"long": prompts("long", 10, 200), "short": prompts("short", 100, 16)}
@@ -120,6 +132,87 @@ def test_trial_29_a_hot_tenant_does_not_starve_a_cold_one(fair: ServerProcess) -
     hits = [f"{prefix} {number}" for number in range(40)]
     ends = run(fair, {"hot": hits, "cold": prompts("cold", 1, 60)})
     assert "cold" in [tenant for tenant, _ in ends[:20]]
+
+
+class Answers:
+    """Asks in parallel; ``ends`` are the tenants in the order in which their answers were whole."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self.ends: list[str] = []
+
+    async def ask(
+        self, tenant: str, text: str, tokens: int, begun: asyncio.Event | None = None
+    ) -> dict[str, Any]:
+        """Return the last event; ``begun`` is set by the first."""
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"text": text, "stream": True, "sampling_params": sampling}
+        headers = {"authorization": f"Bearer key-{tenant}"}
+        last = {}
+        async with (
+            httpx.AsyncClient(timeout=300) as client,
+            client.stream(
+                "POST", self._server.url + "/generate", json=body, headers=headers
+            ) as answer,
+        ):
+            events = [line async for line in _events(answer, begun)]
+            last = json.loads(events[-1])
+        self.ends.append(tenant)
+        return dict(last)
+
+
+async def _events(answer: httpx.Response, begun: asyncio.Event | None) -> AsyncIterator[str]:
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            if begun is not None:
+                begun.set()
+            yield line[6:]
+
+
+def test_a_long_prompt_gives_way_between_two_steps_and_its_answer_stays_the_same(
+    fair: ServerProcess,
+) -> None:
+    text = unique_prompt("gives way", 2800)
+    answers = Answers(fair)
+    count = partial(metric, fair, "queue_time_seconds_count", tenant="long")
+    turns = metric(fair, "preemptions_total", tenant="long", reason="turn")
+    before = count()
+
+    async def main() -> list[dict[str, Any]]:
+        long = asyncio.create_task(answers.ask("long", text, 8))
+        while await asyncio.to_thread(count) == before:
+            assert not long.done(), "it was over before anybody could come"
+        await answers.ask("short", unique_prompt("quiet", 20), 8)
+        return [await long, await answers.ask("cold", text, 8)]
+
+    interrupted, undisturbed = asyncio.run(main())
+    assert answers.ends == ["short", "long", "cold"]
+    assert metric(fair, "preemptions_total", tenant="long", reason="turn") > turns
+    assert interrupted["meta_info"]["cached_tokens"] == 0, "it hit what it had computed itself"
+    assert interrupted["text"] == undisturbed["text"]
+
+
+def test_running_requests_of_a_lower_class_make_room_for_a_higher_one(fair: ServerProcess) -> None:
+    """The basic tenant's answers fill the pool; one is late then, but whole."""
+    answers = Answers(fair)
+    before = metric(fair, "preemptions_total", tenant="low", reason="class")
+
+    async def main() -> list[dict[str, Any]]:
+        begun = [asyncio.Event() for _ in range(4)]
+        texts = prompts("low", 4, 800)
+        low = [
+            asyncio.create_task(answers.ask("low", text, 120, event))
+            for text, event in zip(texts, begun, strict=True)
+        ]
+        for event in begun:
+            await event.wait()
+        await answers.ask("top", unique_prompt("top", 600), 2)
+        return list(await asyncio.gather(*low))
+
+    done = asyncio.run(main())
+    assert [answer["meta_info"]["completion_tokens"] for answer in done] == [120] * 4
+    assert answers.ends[0] == "top"
+    assert metric(fair, "preemptions_total", tenant="low", reason="class") > before
 
 
 @pytest.mark.trial(33)
@@ -158,8 +251,8 @@ def test_an_openai_client_gets_the_status_and_the_numbers(fair: ServerProcess) -
 
 
 def test_a_tenant_over_its_hard_quota_waits_and_holds_no_more(fair: ServerProcess) -> None:
-    ends = run(fair, {"capped": prompts("capped", 6, 180), "cold": prompts("cold", 2, 40)})
-    assert Counter(tenant for tenant, _ in ends) == {"capped": 6, "cold": 2}
+    ends = run(fair, {"capped": prompts("capped", 4, 300), "cold": prompts("cold", 2, 40)})
+    assert Counter(tenant for tenant, _ in ends) == {"capped": 4, "cold": 2}
     rows = Client(fair.url, "key-admin").get("/metrics").text.splitlines()
     skipped = [row for row in rows if row.startswith("sglang_ext_admissions_skipped_total{")]
     assert any('reason="quota"' in row and 'tenant="capped"' in row for row in skipped)
@@ -209,3 +302,23 @@ def test_trial_30_twice_the_pool_is_served_without_an_error(fair: ServerProcess)
     """A smoke test; ``bench_noisy_neighbour`` has the figures."""
     texts = {"free": prompts("free", 20, 200), "cold": prompts("cold", 20, 201)}
     assert len(run(fair, texts)) == 40
+
+
+def test_every_metric_of_shares_is_there_after_a_flood(fair: ServerProcess) -> None:
+    """Quota, reserve and use by tenant and tier; evictions, skips, waits and deficits."""
+    run(fair, {"hot": prompts("metrics hot", 12, 220), "light": prompts("metrics light", 30, 60)})
+    rows = Client(fair.url, "key-admin").get("/metrics").text.splitlines()
+
+    def has(name: str, *labels: str) -> bool:
+        found = [row for row in rows if row.startswith(f"sglang_ext_{name}{{")]
+        return any(all(label in row for label in labels) for row in found)
+
+    owner, tier = 'owner="t:hot"', 'tier="hbm"'
+    for name in ("quota_tokens", "reserve_tokens", "held_tokens"):
+        assert has(name, owner, tier), name
+    assert has("evicted_tokens_total", tier, 'reason="pressure"')
+    assert has("evicted_tokens_total", 'owner="t:capped"', tier, 'reason="quota"')
+    assert has("admissions_skipped_total", 'tenant="capped"', 'reason="quota"')
+    assert has("admissions_refused_total", 'tenant="capped"', 'reason="too_large"')
+    for name in ("queue_time_seconds_count", "queued_requests", "deficit_tokens"):
+        assert has(name, 'tenant="hot"'), name
