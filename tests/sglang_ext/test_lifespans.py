@@ -211,6 +211,15 @@ def test_pages_with_a_shorter_life_do_not_reach_the_disk(tmp_path: Path) -> None
         assert not store.held_bytes()
 
 
+def test_a_life_as_long_as_the_policys_changes_nothing(tmp_path: Path) -> None:
+    with tiered(tmp_path) as rig:
+        begin(rig, {"t:a": LAZY})
+        ask(rig, A, ttl_ms=60_000)
+        assert rig.cache.store is not None
+        assert rig.cache.store.held_bytes(), "it is kept from the disk"
+        assert len(rig.cache.deadlines) == 0
+
+
 def test_a_page_that_left_memory_early_leaves_the_disk_too(tmp_path: Path) -> None:
     with tiered(tmp_path) as rig:
         begin(rig, {"t:a": LAZY})
