@@ -11,7 +11,7 @@ SGLang calls ``restore_weights_before_loading`` ahead of every update of the wei
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FEW_ROWS = 32
 """Up to so many rows a product is a matter of reading the weights; above, of computing."""
 
-_TRIED_ROWS = {"few": (1, 4, 16), "many": (64, 256)}
+_FEW_TRIED, _MANY_TRIED = (1, 4, 16), (64, 256)
 _ROUNDS = 8
 _FAR_BEHIND = 2
 _USUAL, _CLEAR_LEAD = "packed", 1.25
@@ -110,19 +110,22 @@ class Linears:
 def choose_ways(weight: Weight) -> Choice:
     """Time each way on ``weight``, a bfloat16 matrix; takes some tens of milliseconds."""
     prepared = {name: way.prepare(weight) for name, way in WAYS.items()}
-    best = {}
-    for kind, row_counts in _TRIED_ROWS.items():
-        # Ratios, so that the largest of the batches does not decide alone.
-        cost = dict.fromkeys(WAYS, 1.0)
-        for rows in row_counts:
-            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
-            for name, seconds in _race(x, prepared).items():
-                cost[name] *= seconds
-        winner = min(cost, key=cost.__getitem__)
-        # A small lead may be another program's doing, and then every start would choose anew.
-        lead = (cost[_USUAL] / cost[winner]) ** (1 / len(row_counts))
-        best[kind] = winner if lead > _CLEAR_LEAD else _USUAL
-    return Choice(**best)
+    return Choice(*(_winner(counts, weight, prepared) for counts in (_FEW_TRIED, _MANY_TRIED)))
+
+
+def _winner(row_counts: Sequence[int], weight: Weight, prepared: dict[str, Weight]) -> str:
+    """Return the usual way, unless another one wins clearly at every number of rows.
+
+    A small lead, or a single one, may be another program's doing: every start would choose anew.
+    """
+    leads = dict.fromkeys(WAYS, float("inf"))
+    for rows in row_counts:
+        x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
+        seconds = _race(x, prepared)
+        for name in WAYS:
+            leads[name] = min(leads[name], seconds[_USUAL] / seconds[name])
+    winner = max(leads, key=leads.__getitem__)
+    return winner if leads[winner] > _CLEAR_LEAD else _USUAL
 
 
 def _race(x: torch.Tensor, prepared: dict[str, Weight]) -> dict[str, float]:
