@@ -9,7 +9,6 @@ admission   check_prefetch_progress waits no longer than computing would take
 Every decision rests on numbers that all ranks agreed on, so that all ranks take the same.
 """
 
-import time
 from array import array
 from collections import Counter
 from dataclasses import dataclass
@@ -180,8 +179,10 @@ class FetchingCache(MeasuredCache):
 
     def _handle_prefetch_result(self, operation: Any) -> None:
         request, came = operation.handle, operation.completed_tokens
-        if came and not operation.deadline_expired:
-            self.worth.loaded(Tier.NVME, came, time.monotonic() - operation.start_time)
+        read_seconds = getattr(operation, "read_seconds", None)
+        if came and read_seconds is not None:
+            # Not what it waited for the scheduler: that passes while others are computed.
+            self.worth.loaded(Tier.NVME, came, read_seconds)
         super()._handle_prefetch_result(operation)
         self._note_ready(operation)
         fetch = self._fetches.get(request)
@@ -231,9 +232,10 @@ class FetchingCache(MeasuredCache):
 
     def _mark_prefetch_deadline_expired(self, operation: Any) -> None:
         super()._mark_prefetch_deadline_expired(operation)
-        # It takes at least so long.
-        tokens = operation.storage_hit_count or operation.stats_requested_tokens
-        self.worth.loaded(Tier.NVME, tokens, time.monotonic() - operation.start_time)
+        # It takes longer than was waited; how much longer, nobody will know.
+        waited = self._storage_prefetch_wait[operation.handle].timeout_s
+        if waited:
+            self.worth.loaded(Tier.NVME, operation.stats_requested_tokens, 2 * waited)
 
     # ---- from host memory into HBM
 

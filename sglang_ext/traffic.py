@@ -68,7 +68,9 @@ class MeasuredCache(UnifiedRadixCache):
             start = time.monotonic()
             pages = read(operation, hashes, host_indices, extra_info)
             operation.delivered_at = time.monotonic()
-            self._note_pages(_FROM_DISK, pages, operation.delivered_at - start)
+            seconds = operation.delivered_at - start
+            operation.read_seconds = getattr(operation, "read_seconds", 0.0) + seconds
+            self._note_pages(_FROM_DISK, pages, seconds)
             return pages
 
         return measured

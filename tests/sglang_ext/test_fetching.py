@@ -116,9 +116,9 @@ def test_a_slow_disk_stops_being_asked(tmp_path: Path) -> None:
         worth = rig.cache.worth
         for tokens in (100, 2000):
             worth.computed(tokens, 1e-4 * tokens)
-        operation = SimpleNamespace(
-            handle=HANDLE, storage_hit_count=1000, stats_requested_tokens=1000, start_time=-1e6
-        )
+        rig.cache.tick()
+        operation = SimpleNamespace(handle=HANDLE, stats_requested_tokens=1000)
+        rig.cache._start_storage_prefetch_wait(operation)
         rig.cache._mark_prefetch_deadline_expired(operation)
         rig.cache.tick()
         assert worth.choose(Tier.NVME, 4000) is Choice.RECOMPUTE
