@@ -84,6 +84,9 @@ def test_it_shows_what_the_load_did(page: Browser, observed: Observed, load: Loa
     assert page.count("#tiers .tier:first-child .bar span") >= 3
     assert page.count(".spark rect") >= 3
     assert 0 < page.count("#slow tbody tr") <= 20
+    tiles = page.text("service").splitlines()
+    assert tiles[tiles.index("Pages lost on disk") + 1] == "0"
+    assert page.count("#service div:last-child .over") == 0
     assert page.errors() == []
     _picture(page, "page-light.png")
 

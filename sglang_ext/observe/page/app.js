@@ -9,6 +9,7 @@ const MOST_RUNS = 2000;
 const TREE_SIZE = [1200, 360];
 const COLOURS = 10;
 const SLO_SECONDS = 0.5;
+const LOSSES = ["corrupt", "truncated", "not_a_page", "io_error"];
 const TIERS = ["hbm", "cpu", "nvme"];
 
 const at = (id) => document.getElementById(id);
@@ -92,14 +93,14 @@ function show(overview) {
 
 function showService({ service, tenants, store }) {
   const waiting = tenants.reduce((total, tenant) => total + tenant.queued, 0);
-  const lost = Object.entries(store).filter(([event]) => event.startsWith("corrupt") || event === "io_error");
+  const lost = LOSSES.reduce((total, event) => total + (store[event] ?? 0), 0);
   const tiles = [
     ["Requests", number(service.requests), ""],
     ["Hit rate", percent(service.hit_rate), ""],
     ["First token, p50", duration(service.ttft_p50), ""],
     ["First token, p99", duration(service.ttft_p99), service.ttft_p99 > SLO_SECONDS ? "over" : ""],
     ["Waiting now", number(waiting), ""],
-    ["Pages lost on disk", number(lost.reduce((total, [, count]) => total + count, 0)), lost.length ? "over" : ""],
+    ["Pages lost on disk", number(lost), lost ? "over" : ""],
   ];
   at("service").replaceChildren(...tiles.map(([name, value, kind]) => element("div", {}, element("dt", {}, name), element("dd", { class: kind }, value))));
 }
