@@ -41,7 +41,7 @@ Product = Callable[[torch.Tensor, Weight, torch.Tensor | None], torch.Tensor]
 
 
 def _packed(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def _widened(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -141,8 +141,8 @@ def _race(x: torch.Tensor, prepared: dict[str, Weight]) -> dict[str, float]:
     return times
 
 
-class _Prepared:
-    """Computes one layer by its choice; without copies, as SGLang does."""
+class _PreparedMethod:
+    """What both methods below do in place of SGLang's; without copies, the same as SGLang's."""
 
     def __init__(self, linears: Linears) -> None:
         self._linears = linears
@@ -150,49 +150,30 @@ class _Prepared:
         self._few: tuple[Product, Weight] | None = None
         self._many: tuple[Product, Weight] | None = None
 
-    def drop(self) -> None:
-        """Forget the copies, because the weights are about to change."""
-        self._few = self._many = None
-
-    def make(self, weight: Weight) -> None:
-        """Prepare the copies from the weights as they are now."""
-        self.drop()
-        if self._choice is None:
-            self._choice = self._linears.take(weight)
-        names = {self._choice.few, self._choice.many}
-        copies = {name: WAYS[name].prepare(weight.detach()) for name in names}
-        self._few = WAYS[self._choice.few].product, copies[self._choice.few]
-        self._many = WAYS[self._choice.many].product, copies[self._choice.many]
-
-    def apply(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x @ weight.T + bias``."""
-        rows = x.numel() // x.shape[-1]
-        way = self._few if rows <= FEW_ROWS else self._many
-        if way is None or x.dtype != torch.bfloat16 or rows == 0:
-            return linear(x, weight, bias)
-        product, copy = way
-        return product(x, copy, bias)
-
-
-class _PreparedMethod:
-    """What both methods below do in place of SGLang's."""
-
-    def __init__(self, linears: Linears) -> None:
-        self._prepared = _Prepared(linears)
-
     def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
         """Drop the copies ahead of an update."""
-        self._prepared.drop()
+        self._few = self._many = None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Make the copies after an update."""
-        self._prepared.make(layer.weight)
+        """Make the copies from the weights as they are now."""
+        self._few = self._many = None
+        if self._choice is None:
+            self._choice = self._linears.take(layer.weight)
+        names = {self._choice.few, self._choice.many}
+        copies = {name: WAYS[name].prepare(layer.weight.detach()) for name in names}
+        self._few = WAYS[self._choice.few].product, copies[self._choice.few]
+        self._many = WAYS[self._choice.many].product, copies[self._choice.many]
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``x @ weight.T + bias``."""
-        return self._prepared.apply(x, layer.weight, bias)
+        rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
+        way = self._few if rows <= FEW_ROWS else self._many
+        if way is None or x.dtype != torch.bfloat16 or rows == 0:
+            return linear(x, layer.weight, bias)
+        product, copy = way
+        return product(x, copy, bias)
 
 
 class PreparedLinearMethod(_PreparedMethod, UnquantizedLinearMethod):
