@@ -64,11 +64,10 @@ _TENANT = frozenset(
         "/api/generate",
         "/api/tags",
         "/api/show",
-        "/ext/v1/usage",
     }
 )
 _TENANT_PATTERN = re.compile(
-    r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?|/ext/v1/pins|/ext/v1/sessions(/.+)?"
+    r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?|/ext/v1/(pins|usage)|/ext/v1/sessions(/.+)?"
 )
 _DIALECTS = (
     ("/v1/messages", Dialect.ANTHROPIC),

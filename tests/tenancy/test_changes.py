@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.changes import Change, check_live, diff, gone_owners, gone_tenants
@@ -19,11 +19,13 @@ def rows(old: str, new: str) -> list[Change]:
     return diff(*(parse_policy(f"version: 1\n{text}") for text in (old, new)))
 
 
+@settings(deadline=None)
 @given(policies)
 def test_nothing_changed(document: dict[str, Any]) -> None:
     assert diff(build_policy(document), build_policy(document)) == []
 
 
+@settings(deadline=None)
 @given(policies, policies)
 def test_back_again_is_the_mirror(one: dict[str, Any], other: dict[str, Any]) -> None:
     mirror = {"added": "removed", "removed": "added", "changed": "changed"}
@@ -33,6 +35,7 @@ def test_back_again_is_the_mirror(one: dict[str, Any], other: dict[str, Any]) ->
     assert (not there) == (one == other)
 
 
+@settings(deadline=None)
 @given(policies, policies)
 def test_the_changes_lead_from_one_to_the_other(one: dict[str, Any], other: dict[str, Any]) -> None:
     before, after = naive(one), naive(other)
@@ -44,6 +47,7 @@ def test_the_changes_lead_from_one_to_the_other(one: dict[str, Any], other: dict
     assert before == after
 
 
+@settings(deadline=None)
 @given(policies, policies)
 def test_no_digest_in_any_row(one: dict[str, Any], other: dict[str, Any]) -> None:
     text = json.dumps([row.row() for row in diff(build_policy(one), build_policy(other))])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 
 from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.document import masked, read_json, version_of, write_yaml
@@ -15,6 +15,7 @@ from sglang_ext.tenancy.yaml_text import read_yaml
 from tests.tenancy.documents import documents, policies
 
 
+@settings(deadline=None)
 @given(documents)
 def test_what_is_written_is_read_again(document: dict[str, Any]) -> None:
     text = write_yaml(document)
@@ -22,16 +23,19 @@ def test_what_is_written_is_read_again(document: dict[str, Any]) -> None:
     assert yaml.safe_load(text) == document, "another reader of YAML sees something else"
 
 
+@settings(deadline=None)
 @given(documents)
 def test_json_is_read_as_yaml_would_be(document: dict[str, Any]) -> None:
     assert read_json(json.dumps(document)) == document
 
 
+@settings(deadline=None)
 @given(policies)
 def test_a_policy_survives_being_written(document: dict[str, Any]) -> None:
     assert parse_policy(write_yaml(document)) == build_policy(document)
 
 
+@settings(deadline=None)
 @given(policies, policies)
 def test_versions_tell_documents_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert (version_of(one) == version_of(other)) == (one == other)
@@ -58,6 +62,7 @@ def test_wrong_json(text: str, problem: str) -> None:
         read_json(text)
 
 
+@settings(deadline=None)
 @given(policies)
 def test_no_digest_is_shown(document: dict[str, Any]) -> None:
     shown = json.dumps(masked(document))

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.tenancy.throttle import FailedKeys
@@ -38,6 +38,7 @@ def _throttle(clock: _Clock, most_clients: int = 100) -> FailedKeys:
     return FailedKeys(_BURST, _EACH, most_clients, clock)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["10.0.0.1", "10.0.0.2", "x"]), st.integers(0, 12))))
 def test_the_bucket_of_each_address(failures: list[tuple[str, int]]) -> None:
     clock, naive = _Clock(), defaultdict[str, _Naive](_Naive)
@@ -47,6 +48,7 @@ def test_the_bucket_of_each_address(failures: list[tuple[str, int]]) -> None:
         assert (throttle.failed(client) == 0) == naive[client].failed(clock.now)
 
 
+@settings(deadline=None)
 @given(st.integers(_BURST + 1, 40), st.integers(1, 9))
 def test_after_the_wait_the_next_one_may_come_and_not_before(tries: int, early: int) -> None:
     clock = _Clock()
