@@ -121,7 +121,7 @@ def load_scales(path: Path, *, weights: str | None = None, format: Format | None
     if metadata.get("sglang_ext_scales") != _VERSION or metadata.get("format") not in FORMATS:
         raise ScalesError(f"{path}: not a file of FP8 scales that this version reads; {_MADE_BY}")
     _require(path, "weights", metadata["weights"], weights)
-    _require(path, "format", metadata["format"], format and format.name)
+    _require(path, "format", metadata["format"], format.name if format else None)
     return Scales(
         FORMATS[metadata["format"]], metadata["model"], metadata["weights"], _layers(path, tensors)
     )

@@ -64,7 +64,7 @@ def token_losses(model: PreTrainedModel, chunk: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
