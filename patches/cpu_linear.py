@@ -150,11 +150,11 @@ class _PreparedMethod:
         self._few: tuple[Product, Weight] | None = None
         self._many: tuple[Product, Weight] | None = None
 
-    def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
+    def restore_weights_before_loading(self, layer: Any) -> None:
         """Drop the copies ahead of an update."""
         self._few = self._many = None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Make the copies from the weights as they are now."""
         self._few = self._many = None
         if self._choice is None:
@@ -165,7 +165,7 @@ class _PreparedMethod:
         self._many = WAYS[self._choice.many].product, copies[self._choice.many]
 
     def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``x @ weight.T + bias``."""
         rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
