@@ -18,6 +18,7 @@ KEY_FIELDS = frozenset({"api_keys", "admin_keys"})
 """Fields whose value is a list of keys."""
 
 _MAX_DEPTH = 16
+_MOST_DECIMALS = 15
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # What some reader of YAML takes for something else than text.
 _NOT_PLAIN = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
@@ -74,7 +75,15 @@ def _text(dumper: _Dumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
+def _float(dumper: _Dumper, number: float) -> yaml.Node:
+    if len(repr(number).partition(".")[2]) <= _MOST_DECIMALS:
+        return dumper.represent_float(number)
+    # 17 digits are exact, and the reader takes at most 18 behind the point.
+    return dumper.represent_scalar("tag:yaml.org,2002:float", f"{number:.16e}")
+
+
 _Dumper.add_representer(str, _text)
+_Dumper.add_representer(float, _float)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

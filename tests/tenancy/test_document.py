@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from sglang_ext.errors import PolicyError
 from sglang_ext.tenancy.document import masked, read_json, version_of, write_yaml
@@ -17,6 +17,7 @@ from tests.tenancy.documents import documents, policies
 
 @settings(deadline=None)
 @given(documents)
+@example({"weight": 0.0010000000000000002})
 def test_what_is_written_is_read_again(document: dict[str, Any]) -> None:
     text = write_yaml(document)
     assert read_yaml(text) == document
