@@ -36,6 +36,19 @@ _COMMON = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.1,
 }
+_SMALL = {**_COMMON, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+_WIDE_HEADS = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
+# A factor of 1 changes nothing; SGLang knows no plain rotary embedding for DeepSeek on a CPU.
+_PLAIN_YARN = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def tiny_llama(
@@ -67,13 +80,8 @@ def tiny_sliding_window(
 ) -> Path:
     """Gemma 3: even layers see ``window`` tokens, odd layers see all."""
     config = Gemma3TextConfig(
-        **_COMMON,
-        hidden_size=128,
-        intermediate_size=256,
+        **_WIDE_HEADS,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         query_pre_attn_scalar=64,
         sliding_window=window,
         layer_types=[("sliding_attention", "full_attention")[i % 2] for i in range(layers)],
@@ -86,14 +94,11 @@ def tiny_softcap(
 ) -> Path:
     """Gemma 2: attention scores capped at 2 and logits at 10, low enough to matter; no window."""
     config = Gemma2Config(
-        **_COMMON,
-        hidden_size=128,
-        intermediate_size=256,
+        **_WIDE_HEADS,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         query_pre_attn_scalar=64,
+        # Read by SGLang; transformers reads hidden_activation, whose default is the same.
+        hidden_act="gelu_pytorch_tanh",
         attn_logit_softcapping=2.0,
         final_logit_softcapping=10.0,
         sliding_window=_COMMON["max_position_embeddings"],
@@ -104,12 +109,9 @@ def tiny_softcap(
 def tiny_mla(path: Path, *, layers: int = 2, seed: int = 0, tokenizer: Path | None = None) -> Path:
     """DeepSeek-V2 with dense layers only; latents of the real size (512 + 64), as kernels want."""
     config = DeepseekV2Config(
-        **_COMMON,
-        hidden_size=128,
-        intermediate_size=256,
+        **_SMALL,
         moe_intermediate_size=128,
         num_hidden_layers=layers,
-        num_attention_heads=4,
         first_k_dense_replace=layers,
         n_routed_experts=4,
         n_shared_experts=1,
@@ -117,6 +119,7 @@ def tiny_mla(path: Path, *, layers: int = 2, seed: int = 0, tokenizer: Path | No
         n_group=1,
         topk_group=1,
         q_lora_rank=None,
+        rope_parameters=_PLAIN_YARN,
         # Not known to transformers, but SGLang reads them.
         scoring_func="softmax",
         moe_layer_freq=1,
@@ -129,14 +132,9 @@ def tiny_moe(
 ) -> Path:
     """Qwen3-MoE: two of ``experts`` experts a token in every layer."""
     config = Qwen3MoeConfig(
-        **_COMMON,
-        hidden_size=128,
-        intermediate_size=256,
+        **_WIDE_HEADS,
         moe_intermediate_size=128,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         num_experts=experts,
         num_experts_per_tok=2,
         norm_topk_prob=True,
