@@ -1,4 +1,4 @@
-"""A small server with all tiers that keeps usage, for the tests of what operators see."""
+"""A small server with all tiers that keeps usage and logs JSON, for what operators see."""
 
 import signal
 import time
@@ -47,7 +47,7 @@ class Observed:
 
     def start(self) -> None:
         """Start the server, on a new port, and return once it answers."""
-        own = ["--tenant-policy", str(self._policy), "--usage-db", str(self.usage)]
+        own = ["--tenant-policy", str(self._policy), "--usage-db", str(self.usage), "--log-json"]
         self.server = ServerProcess("sglang_ext.launch_server", [*own, *_FLAGS])
         self.server.wait_ready()
 

@@ -5,6 +5,7 @@ The last of the tests of the shared server, which it ends.
 
 import csv
 import io
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from sglang_ext.observe.usage import FLUSH_SECONDS
 from sglang_ext.observe.usage_store import UsageStore
 from tests.serving.load import Load
 from tests.serving.observed import TENANTS, Observed, wait_until
+from tests.serving.prompts import unique_prompt
+from tests.serving.server import READY
 
 pytestmark = pytest.mark.serving
 
@@ -58,6 +61,17 @@ def _settled(observed: Observed, requests: float) -> Bill:
     """Return the bill once so many requests are in it: one is booked just after its answer."""
     wait_until(lambda: _requests(_bill(observed)) >= requests)
     return _bill(observed)
+
+
+def test_logs_are_json_from_every_process_without_text_or_keys(observed: Observed) -> None:
+    Load(observed).ask("a", unique_prompt("a confidential text"))
+    lines = [json.loads(line) for line in observed.server.lines if line.startswith("{")]
+    assert any(READY in line["message"] for line in lines)
+    assert len({line["process"] for line in lines}) >= 2
+    assert {"uvicorn.access", "uvicorn.error"} <= {line["logger"] for line in lines}
+    everything = "".join(observed.server.lines)
+    assert "confidential" not in everything
+    assert "key-a" not in everything
 
 
 @pytest.mark.trial(94)
