@@ -4,8 +4,8 @@ Log probabilities are compared, not only tokens, on prompts of mixed lengths, fi
 and then again from the cache.
 """
 
-import math
 import random
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +28,6 @@ pytest.importorskip("sglang")
 _NEW_TOKENS = 12
 # The largest difference of one log probability, and the mean over all, that bfloat16 explains.
 _WORST, _MEAN = 0.12, 0.025
-
-# One step of bfloat16 between 16 and 32, where the demo model's best logits lie.
-_TIE = 0.125
 
 _PLACES = ("France", "Japan", "Egypt", "Brazil", "Canada", "Kenya", "India", "Peru", "Iran", "Cuba")
 _FORMS = (
@@ -146,26 +143,36 @@ def test_log_probabilities_equal_transformers_cold_and_on_hits(name: str, tmp_pa
 
 
 @pytest.mark.serving
-def test_fifty_greedy_answers_equal_those_of_torch_native() -> None:
-    """Where two answers part, the two tokens were as good as tied for torch_native."""
+def test_fifty_greedy_answers_are_as_near_to_float32_as_those_of_torch_native() -> None:
+    """All parts of the CPU engine together: attention, linear layers, norm, activation, rotary.
+
+    How far torch_native's log probabilities are from float32's is what bfloat16 costs. Ours may not
+    be further away. Two answers may part where bfloat16 cannot tell two tokens apart.
+    """
     model = demo_model_path()
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer(form.format(place))["input_ids"] for form in _FORMS for place in _PLACES]
-    found = {}
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found, away = {}, {}
     for backend in (CPU_ATTENTION, "torch_native"):
         with engine(model, attention_backend=backend) as running:
             found[backend] = answers(running, prompts, _NEW_TOKENS)
-    same, gaps = 0, []
-    for ours, theirs in zip(found[CPU_ATTENTION], found["torch_native"], strict=True):
-        pairs = list(zip(tokens_of(ours), tokens_of(theirs), strict=True))
-        parted = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-        same += parted is None
-        if parted is not None:
-            best = {token: value for value, token, *_ in theirs["output_top_logprobs"][parted]}
-            ours_there, theirs_there = pairs[parted]
-            gaps.append(best[theirs_there] - best.get(ours_there, -math.inf))
-    assert max(gaps, default=0.0) <= _TIE, f"{same} of 50 equal; the others part by {gaps}"
-    assert same >= 40, f"only {same} of 50 answers are equal token by token"
+        pairs = zip(prompts, found[backend], strict=True)
+        away[backend] = sorted(value for pair in pairs for value in differences(reference, *pair))
+    same = sum(map(_same, found[CPU_ATTENTION], found["torch_native"]))
+    ours, theirs = (statistics.fmean(away[name]) for name in (CPU_ATTENTION, "torch_native"))
+    worst, their_worst = (away[name][-1] for name in (CPU_ATTENTION, "torch_native"))
+    said = (
+        f"{same} of 50 equal; mean {ours:.4f} / {theirs:.4f}, worst {worst:.3f} / {their_worst:.3f}"
+    )
+    print(said)
+    assert ours <= 1.1 * theirs, said
+    assert worst <= 1.5 * their_worst, said
+    assert same >= 30, said
+
+
+def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return tokens_of(ours) == tokens_of(theirs)
 
 
 def _runner(*, encoder: bool = False) -> Any:
