@@ -20,7 +20,7 @@ from sglang_ext.tenancy.keys import digest
 __all__ = ["Answer", "Engine", "ask", "demo_flags", "engine", "write_policy"]
 
 _START_SECONDS = 240
-_STOP_SECONDS = 20
+_STOP_SECONDS = 60
 
 
 @dataclass(frozen=True)
