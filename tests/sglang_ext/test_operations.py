@@ -40,7 +40,7 @@ def _original(scheduler: Any, request: Any) -> None:
 def test_the_tree_is_described() -> None:
     reply = _ask("sglang_ext/tree", {"page": 0, "limit": 10})
     assert reply.success
-    assert reply.response == [{"page": 0, "pages": 0, "runs_total": 0, "runs": []}]
+    assert reply.response == [{"page": 0, "pages": 0, "runs_total": 0, "runs": [], "lower": []}]
 
 
 @pytest.mark.parametrize(
