@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 
 from sglang_ext.radix.host_copies import free_host_leaf
@@ -10,6 +11,9 @@ from sglang_ext.radix.victims import Victim
 from sglang_ext.types import Tier
 
 __all__ = ["TenantFullComponent"]
+
+_FULL = BASE_COMPONENT_TYPE
+_HBM = Tier.HBM  # an enum's members are slow to read
 
 
 class TenantFullComponent(FullComponent):
@@ -26,17 +30,16 @@ class TenantFullComponent(FullComponent):
     def _evict_device_next_node(
         self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: Any
     ) -> int | None:
-        self._settle_offer()
-        missing = self._wanted - tracker[self.component_type]
+        if self._offered is not None:
+            self._settle_offer(self._offered)
+        missing = self._wanted - tracker[_FULL]
         if missing > 0:
-            self._offered = self.tree_core.victims.choose(Tier.HBM, missing, cache_actions)
+            self._offered = self.tree_core.victims.choose(_HBM, missing, cache_actions)
         return None if self._offered is None else self._offered.node.id
 
-    def _settle_offer(self) -> None:
+    def _settle_offer(self, offered: Victim) -> None:
         """Count the node that was offered last, or pass it over for this time."""
-        offered, self._offered = self._offered, None
-        if offered is None:
-            return
+        self._offered = None
         leaves = self.tree_core.evictable_device_leaves
         if offered.node not in leaves:
             self.tree_core.victims.gone(offered)
@@ -46,7 +49,8 @@ class TenantFullComponent(FullComponent):
         self._refused.append(offered.node)
 
     def _evict_device_end(self) -> None:
-        self._settle_offer()
+        if self._offered is not None:
+            self._settle_offer(self._offered)
         for node in self._refused:
             self.tree_core._update_evictable_leaf_sets(node)
         self._refused = []

@@ -57,8 +57,9 @@ class Ledger:
         if not (row.evictable or row.protected or row.running):
             del self._rows[held]
         self.changed.add(held)
-        if tier in self._watched:
-            self._watched[tier].add(owner)
+        watched = self._watched.get(tier)
+        if watched is not None:
+            watched.add(owner)
 
     def set_running(self, tokens: Mapping[Owner, int]) -> None:
         """Replace what running requests hold in HBM. O(owners that run or ran)."""

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _CHUNK = 512
+_NOBODY: tuple[Owner | None, Any] = None, None
 _set_add = set.add
 _last = itemgetter(-1)
 
@@ -60,6 +61,8 @@ class Reason(StrEnum):
     """Someone needed the room."""
     TTL = "ttl"
     FLUSH = "flush"
+
+    __hash__ = str.__hash__  # a member's own hash is a function in Python
 
 
 class Terms(NamedTuple):
@@ -257,6 +260,7 @@ class LeafOrder(set[Any]):
         super().__init__()
         self.strategy = strategy
         self._owners: dict[Owner, Recency] = {}
+        self._asked = _NOBODY
 
     def add(self, leaf: Leaf) -> None:
         owner, stamp = leaf.owner, leaf.last_access_time
@@ -303,11 +307,20 @@ class LeafOrder(set[Any]):
     def oldest(self) -> Any | None:
         """Return the leaf that goes next, None when none may. Amortised O(log owners)."""
         owner = self.strategy.first(self._oldest_stamp)
-        return None if owner is None else self._owners[owner].oldest()[1]
+        # A strategy mostly names the owner that it asked about last. Kept no longer than that: a
+        # leaf that is gone must be freed.
+        (asked, leaf), self._asked = self._asked, _NOBODY
+        if owner is None:
+            return None
+        return leaf if asked == owner else self._owners[owner].oldest()[1]
 
     def _oldest_stamp(self, owner: Owner) -> float | None:
         order = self._owners.get(owner)
-        return None if order is None else order.oldest()[0]
+        if order is None:
+            return None
+        stamp, leaf = order.oldest()
+        self._asked = owner, leaf
+        return stamp
 
     def by_owner(self) -> dict[Owner, Recency]:
         """Return each owner's order, to be read only."""

@@ -123,7 +123,7 @@ class TenantTreeCore(UnifiedTreeCore):
     def _insert_commit_step(self, state: Any) -> None:
         """Add the tail in one node, or in two when it begins public and goes on private."""
         public = state.key.public
-        if 0 < public < len(state.key):
+        if 0 < public < state.key.size:
             matched = state.total_prefix_length
             self._insert_public_run(state, public)
             UnifiedTreeCore._insert_commit_step(self, state)

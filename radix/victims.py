@@ -15,6 +15,7 @@ __all__ = ["Eviction", "Victim", "Victims"]
 
 
 _HBM = Tier.HBM  # an enum's members are slow to read
+_tuple = tuple.__new__  # without the Python function that a named tuple is made by
 
 
 class Eviction(NamedTuple):
@@ -115,7 +116,7 @@ class Victims:
         if most is not None and most < size:
             core.cut(leaf, size - most, cache_actions)
             size = leaf.key.size
-        return Victim(leaf, size, Eviction(owner, tier, reason))
+        return _tuple(Victim, (leaf, size, _tuple(Eviction, (owner, tier, reason))))
 
     def gone(self, victim: Victim) -> None:
         """Count a victim that left its tier."""

@@ -27,6 +27,9 @@ class Tier(StrEnum):
     NVME = "nvme"
     REMOTE = "remote"
 
+    # Books are kept by tier; a member's own hash is a function in Python.
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerLimits:
