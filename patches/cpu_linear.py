@@ -164,9 +164,7 @@ class _PreparedMethod:
         self._few = WAYS[self._choice.few].product, copies[self._choice.few]
         self._many = WAYS[self._choice.many].product, copies[self._choice.many]
 
-    def apply(
-        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ weight.T + bias``."""
         rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
         way = self._few if rows <= FEW_ROWS else self._many
