@@ -162,9 +162,10 @@ while True:
     for _ in range(7):
         number += 1
         recorder.add("a", number, {"requests": 1, "prompt_tokens": number})
-    print("added", number, flush=True)
+    # One write a line, with or without buffers, so that a kill leaves no half of one.
+    print(f"added {number}\\n", end="", flush=True)
     recorder.flush()
-    print("written", number, flush=True)
+    print(f"written {number}\\n", end="", flush=True)
 """
 
 
