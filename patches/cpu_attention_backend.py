@@ -24,7 +24,7 @@ from sglang_ext.patches.cpu_attention_ops import (
     gather,
     is_fp8,
 )
-from sglang_ext.patches.cpu_fp8_pages import fp8_pages
+from sglang_ext.patches.cpu_fp8_pages import fp8_layers
 
 __all__ = ["CpuAttentionBackend"]
 
@@ -50,7 +50,7 @@ class CpuAttentionBackend(AttentionBackend):
         self._sliding_loc: torch.Tensor | None = None
         self._decode_kernel = load_decode_kernel()
         self._extend_kernel = load_extend_kernel()
-        self._fp8_pages = fp8_pages(runner)
+        self._fp8_layers = fp8_layers(runner)
         self.forward_metadata = None
 
     def support_triton(self) -> bool:
@@ -145,13 +145,13 @@ class CpuAttentionBackend(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             self._store(k, v, layer, forward_batch)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if self._fp8_pages is not None and self._fp8_pages.covers(layer.layer_id):
-            return self._fp8_pages.query(layer.layer_id, query)
+        if (calibrated := self._fp8_layers.get(layer.layer_id)) is not None:
+            return calibrated.query(query)
         return apply_scale(query, self._scale(layer, layer.k_scale))
 
     def _finish(self, output: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
-        if self._fp8_pages is not None and self._fp8_pages.covers(layer.layer_id):
-            return self._fp8_pages.output(layer.layer_id, output).flatten(1)
+        if (calibrated := self._fp8_layers.get(layer.layer_id)) is not None:
+            return calibrated.output(output).flatten(1)
         return apply_scale(output, self._scale(layer, layer.v_scale)).flatten(1)
 
     def _store(
@@ -162,9 +162,9 @@ class CpuAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
     ) -> None:
         loc = KVWriteLoc.for_batch(forward_batch, swa_loc=self._sliding_loc)
-        if self._fp8_pages is not None and self._fp8_pages.covers(layer.layer_id):
+        if (calibrated := self._fp8_layers.get(layer.layer_id)) is not None:
             heads = (-1, layer.tp_k_head_num, layer.qk_head_dim)
-            codes = self._fp8_pages.codes(layer.layer_id, k.reshape(heads), v.reshape(heads))
+            codes = calibrated.codes(k.reshape(heads), v.reshape(heads))
             self.token_to_kv_pool.set_kv_buffer(layer, loc, *codes)
         elif self._scaled(layer):
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)

@@ -9,50 +9,32 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_ext.errors import ScalesError, UnsupportedError
 from sglang_ext.tiering.folding import Folding
 from sglang_ext.tiering.quantizer import FORMATS, Format, quantize
-from sglang_ext.tiering.scales import Scales
+from sglang_ext.tiering.scales import LayerChannels, Scales
 from sglang_ext.tiering.scales_in_force import scales_in_force
 
-__all__ = ["Fp8Pages", "fp8_pages"]
+__all__ = ["Fp8Layer", "fp8_layers"]
 
 logger = logging.getLogger(__name__)
 
 
-class Fp8Pages:
-    """The calibrated layers of one rank; other layers keep SGLang's plain cast."""
+class Fp8Layer:
+    """One calibrated layer of one rank: what it stores, and how attention reads it."""
 
-    def __init__(self, scales: Scales, query_heads: int) -> None:
-        self._format = scales.format
-        self._layers = scales.layers
-        self._foldings = {
-            number: Folding(layer.keys, layer.values, query_heads)
-            for number, layer in scales.layers.items()
-        }
+    def __init__(self, channels: LayerChannels, format: Format, query_heads: int) -> None:
+        self._channels, self._format = channels, format
+        folding = Folding(channels.keys, channels.values, query_heads)
+        self.query, self.output = folding.query, folding.output
 
-    def covers(self, layer: int) -> bool:
-        """Whether this layer has calibrated channels."""
-        return layer in self._layers
-
-    def codes(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def codes(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the pool stores for new rows [tokens, KV heads, dim]: FP8 of that shape."""
-        channels = self._layers[layer]
         return (
-            quantize(keys, channels.keys, self._format).codes,
-            quantize(values, channels.values, self._format).codes,
+            quantize(keys, self._channels.keys, self._format).codes,
+            quantize(values, self._channels.values, self._format).codes,
         )
 
-    def query(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Return the query [tokens, query heads, dim] that attends to codes."""
-        return self._foldings[layer].query(query)
 
-    def output(self, layer: int, output: torch.Tensor) -> torch.Tensor:
-        """Return the attention output over values from that over their codes."""
-        return self._foldings[layer].output(output)
-
-
-def fp8_pages(runner: Any) -> Fp8Pages | None:
-    """Return how this model runner's pages are scaled, None without calibrated scales.
+def fp8_layers(runner: Any) -> dict[int, Fp8Layer]:
+    """Return the calibrated layers of this model runner; others keep SGLang's plain cast.
 
     Raises ScalesError or UnsupportedError where the scales are not for this model.
     """
@@ -64,12 +46,15 @@ def fp8_pages(runner: Any) -> Fp8Pages | None:
         )
     # A draft model has other weights than the one that was calibrated.
     if scales is None or runner.is_draft_worker:
-        return None
+        return {}
     _check(runner, scales, format)
     logger.info("%s pages with scales calibrated on %s", scales.format.name, scales.model)
     rank, ranks = get_parallel().attn_tp_rank, get_parallel().attn_tp_size
     heads = runner.model_config.num_attention_heads // ranks
-    return Fp8Pages(scales.of_rank(rank, ranks), heads)
+    return {
+        number: Fp8Layer(channels, scales.format, heads)
+        for number, channels in scales.of_rank(rank, ranks).layers.items()
+    }
 
 
 def _format(dtype: torch.dtype) -> Format | None:

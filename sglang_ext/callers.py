@@ -1,4 +1,7 @@
-"""Whose pages a caller of our routes means: its own, or for the operator those of whom it names."""
+"""What our routes share: whose pages a caller means, and how the schedulers are asked.
+
+A tenant means its own pages, the operator those of whom it names.
+"""
 
 from typing import Annotated, Any
 
@@ -6,10 +9,11 @@ from fastapi import Depends, HTTPException, Query
 
 from sglang_ext import active
 from sglang_ext.audit_log import Refusal, Refused
+from sglang_ext.patches.admin_channel import ask_schedulers
 from sglang_ext.tenancy.identity import SYSTEM, Identity, current_identity
 from sglang_ext.types import TenantId
 
-__all__ = ["REFUSALS", "Caller"]
+__all__ = ["REFUSALS", "Caller", "ask"]
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": Refused, "description": "Refused, with the reason."},
@@ -36,3 +40,11 @@ def _caller(
 
 
 Caller = Annotated[Identity, Depends(_caller)]
+
+
+async def ask(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run an operation in every scheduler; what they refuse is 400, with the reason."""
+    try:
+        return await ask_schedulers(name, body)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error

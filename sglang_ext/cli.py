@@ -1,12 +1,22 @@
 """The command ``sglang-ext``: check a policy, make a key, draw a tree, find the demo model."""
 
 import argparse
-import os
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.calibration.command import add_calibrate
+from sglang_ext.console import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    PLAIN_WIDTH,
+    add_server_command,
+    ask_server,
+    complain,
+)
 from sglang_ext.errors import PolicyError, SglangExtError
 from sglang_ext.observe.commands import add_commands
 from sglang_ext.tenancy.fields import name as read_name
@@ -17,14 +27,6 @@ from sglang_ext.tenancy.policy import Policy
 __all__ = ["main"]
 
 _DESCRIPTION = "Check a policy file, make an API key, draw a tree, find the demo model."
-_OK = 0
-_FAILED = 1
-_BAD_INPUT = 2
-_INTERRUPTED = 130
-_PLAIN_WIDTH = 200
-"""Columns of a table that goes to a file or a pipe."""
-_KEY_VARIABLE = "SGLANG_EXT_KEY"
-_KEY_HELP = f"the admin key; better in the environment variable {_KEY_VARIABLE}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
+    except SglangExtError as error:
+        return complain(str(error), FAILED)
     return status
 
 
@@ -51,9 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     whose.add_argument("--admin", action="store_true", help="a key for the admin routes")
     keygen.set_defaults(run=_keygen)
 
-    tree = commands.add_parser("tree", help="draw the tree of a running server")
-    tree.add_argument("--url", default="http://127.0.0.1:30000")
-    tree.add_argument("--key", default=os.environ.get(_KEY_VARIABLE, ""), help=_KEY_HELP)
+    tree = add_server_command(commands, "tree", "draw the tree of a running server")
     tree.add_argument("--page", type=int, default=0)
     tree.set_defaults(run=_tree)
 
@@ -69,9 +71,9 @@ def _check_policy(options: argparse.Namespace) -> int:
     try:
         policy = load_policy(options.file)
     except PolicyError as error:
-        return _complain(f"{options.file}: {error}", _BAD_INPUT)
+        return complain(f"{options.file}: {error}", BAD_INPUT)
     _print_policy(policy)
-    return _OK
+    return OK
 
 
 def _keygen(options: argparse.Namespace) -> int:
@@ -79,50 +81,31 @@ def _keygen(options: argparse.Namespace) -> int:
         try:
             read_name(options.tenant, "TENANT")
         except PolicyError as error:
-            return _complain(str(error), _BAD_INPUT)
+            return complain(str(error), BAD_INPUT)
     key = new_key()
     place = "admin_keys" if options.admin else f"tenants.{options.tenant}.api_keys"
     print(f"Key, shown only this once; give it to the client:\n\n    {key}\n")
     print(f'Line for the policy file, below {place}:\n\n    - "{digest(key)}"')
-    return _OK
+    return OK
 
 
 def _tree(options: argparse.Namespace) -> int:
-    # Both load slowly, and the other commands do not need them.
-    import httpx
-
+    # Loads slowly, and the other commands do not need it.
     from sglang_ext.radix.drawing import draw
 
-    headers = {"authorization": f"Bearer {options.key}"}
-    try:
-        answer = httpx.get(
-            f"{options.url}/ext/v1/tree", params={"page": options.page}, headers=headers, timeout=60
-        )
-        answer.raise_for_status()
-    except httpx.HTTPStatusError as error:
-        return _complain(f"{options.url}: {error.response.text}", _FAILED)
-    except httpx.HTTPError as error:
-        return _complain(f"{options.url}: {error}", _FAILED)
-    for rank, dumped in enumerate(answer.json()["ranks"]):
+    answer = json.loads(ask_server(options, "/ext/v1/tree", {"page": options.page}))
+    for rank, dumped in enumerate(answer["ranks"]):
         print(f"rank {rank}: {dumped['runs_total']} runs")
         print(draw(dumped))
-    return _OK
+    return OK
 
 
 def _demo_model(options: argparse.Namespace) -> int:
     # Loads numpy and more, which the other commands do not need.
     from sglang_ext.demo_model import demo_model_path
 
-    try:
-        print(demo_model_path())
-    except SglangExtError as error:
-        return _complain(str(error), _FAILED)
-    return _OK
-
-
-def _complain(problem: str, status: int) -> int:
-    print(problem, file=sys.stderr)
-    return status
+    print(demo_model_path())
+    return OK
 
 
 def _print_policy(policy: Policy) -> None:
@@ -131,7 +114,7 @@ def _print_policy(policy: Policy) -> None:
     from rich.table import Column, Table
 
     is_terminal = sys.stdout.isatty()
-    console = Console(highlight=False, width=None if is_terminal else _PLAIN_WIDTH)
+    console = Console(highlight=False, width=None if is_terminal else PLAIN_WIDTH)
     for title, header, rows in _tables(policy):
         columns = [Column(name, overflow="fold") for name in header]
         box = ROUNDED if is_terminal else None

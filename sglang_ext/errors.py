@@ -7,6 +7,7 @@ SglangExtError                 catch this one
 ├── DemoModelError             the demo model could not be fetched or converted
 ├── FolderError                there is no folder to keep files in
 ├── ScalesError                a file of FP8 scales that cannot be made, read or used
+├── ServerError                a running server did not answer, or refused to
 ├── StoreError                 the folder of the NVMe tier could not be opened
 ├── UsageError                 the usage file could not be opened
 └── KeyRingError               the master key or the folder of wrapped keys cannot be used
@@ -21,6 +22,7 @@ __all__ = [
     "KeyRingError",
     "PolicyError",
     "ScalesError",
+    "ServerError",
     "SglangExtError",
     "StoreError",
     "UnsupportedError",
@@ -63,6 +65,10 @@ class DemoModelError(SglangExtError):
 
 class ScalesError(SglangExtError):
     """A file of FP8 scales could not be made or read, or belongs to other weights."""
+
+
+class ServerError(SglangExtError):
+    """A running server did not answer, or refused what it was asked for."""
 
 
 class StoreError(SglangExtError):

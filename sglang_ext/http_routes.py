@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from sglang_ext.audit_log import Refused, audited
-from sglang_ext.patches.admin_channel import ask_schedulers, tokenize
+from sglang_ext.callers import ask
+from sglang_ext.patches.admin_channel import tokenize
 
 __all__ = ["router"]
 
@@ -22,7 +23,7 @@ async def tree(
     page: int = Query(0, ge=0), limit: int = Query(1000, ge=1, le=10_000)
 ) -> dict[str, list[dict[str, Any]]]:
     """Return a page of the cache's runs of pages, for each data-parallel rank."""
-    return {"ranks": await _ask("tree", {"page": page, "limit": limit})}
+    return {"ranks": await ask("tree", {"page": page, "limit": limit})}
 
 
 @router.post("/flush")
@@ -35,13 +36,6 @@ async def flush(body: dict[str, Any], request: Request) -> dict[str, list[dict[s
     """
     if isinstance(body.get("prefix"), str):
         body = {**body, "prefix": await tokenize(body["prefix"])}
-    ranks = await _ask("flush", body)
+    ranks = await ask("flush", body)
     request.state.audit = {"of": body.get("tenant", "all"), "ranks": ranks}
     return {"ranks": ranks}
-
-
-async def _ask(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    try:
-        return await ask_schedulers(name, body)
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_ext.audit_log import audited
-from sglang_ext.callers import REFUSALS, Caller
-from sglang_ext.patches.admin_channel import ask_schedulers, tokenize
+from sglang_ext.callers import REFUSALS, Caller, ask
+from sglang_ext.patches.admin_channel import tokenize
 from sglang_ext.tenancy.identity import Identity
 from sglang_ext.tenancy.units import parse_duration
 
@@ -125,7 +125,4 @@ def _pinned(rank: dict[str, Any]) -> Pinned:
 
 
 async def _ask(name: str, caller: Identity, body: dict[str, Any]) -> list[dict[str, Any]]:
-    try:
-        return await ask_schedulers(name, {"tenant": caller.tenant, **body})
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
+    return await ask(name, {"tenant": caller.tenant, **body})

@@ -292,20 +292,17 @@ class TenantRadixCache(FetchingCache):
 
     def most_of_all_ranks(self, values: list[int]) -> list[int]:
         """Return the greatest value of a rank, place by place. One all-reduce, none alone."""
-        return values if self._alone else self._greatest(values)
-
-    def _agree(self, now_ms: int) -> int:
-        """Return the latest time of all ranks, which also agree on what is worth loading."""
-        mine = [now_ms, *self.worth.proposal()]
-        now, *greatest = mine if self._alone else self._greatest(mine)
-        self.worth.agree(greatest)
-        return now
-
-    def _greatest(self, values: list[int]) -> list[int]:
-        """Return the greatest of all ranks for each value. One all-reduce."""
+        if self._alone:
+            return values
         numbers = torch.tensor(values, dtype=torch.int64)
         self._all_reduce(numbers, torch.distributed.ReduceOp.MAX)
         return [int(number) for number in numbers.tolist()]
+
+    def _agree(self, now_ms: int) -> int:
+        """Return the latest time of all ranks, which also agree on what is worth loading."""
+        now, *greatest = self.most_of_all_ranks([now_ms, *self.worth.proposal()])
+        self.worth.agree(greatest)
+        return now
 
 
 def _bytes_per_token(allocator: Any) -> int:

@@ -14,8 +14,8 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from pydantic import BaseModel, Field
 
 from sglang_ext.audit_log import audited
-from sglang_ext.callers import REFUSALS, Caller
-from sglang_ext.patches.admin_channel import ask_schedulers, replay
+from sglang_ext.callers import REFUSALS, Caller, ask
+from sglang_ext.patches.admin_channel import replay
 from sglang_ext.request_tag import RequestTag, check_session_name
 from sglang_ext.tenancy.identity import Identity
 from sglang_ext.types import Tier
@@ -106,7 +106,7 @@ async def sessions(
 ) -> SessionPage:
     """List a tenant's sessions, with the tokens that only they use."""
     body = {"tenant": caller.tenant, "page": page, "limit": limit}
-    ranks = await ask_schedulers("session_list", body)
+    ranks = await ask("session_list", body)
     rows = [SessionRow(**row) for rank in ranks for row in rank["sessions"]]
     total = sum(rank["total"] for rank in ranks)
     return SessionPage(tenant=caller.tenant, total=total, sessions=rows)
@@ -189,19 +189,15 @@ async def _known(
     name: str, session: str, caller: Identity, body: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the answers of the replicas that know the session; 404 when none does."""
-    try:
-        ranks = await ask_schedulers(name, {"tenant": caller.tenant, "session": session, **body})
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
+    ranks = await ask(name, {"tenant": caller.tenant, "session": session, **body})
     known = [rank for rank in ranks if rank["known"]]
     if not known:
         raise HTTPException(404, "no such session")
     return known
 
 
-def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+def _sum(parts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
     for part in parts:
-        for name, count in part.items():
-            total[name] = total.get(name, 0) + count
+        total.update(part)
     return total

@@ -1,9 +1,15 @@
-"""Ends a run with a table of the public bug reports that it tested against (``trial`` markers)."""
+"""A registry of metrics for each test, and at the end a table of the trials that were kept.
 
+A trial is a public bug report that tests are marked with (``trial`` markers).
+"""
+
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry
 
 _outcomes: dict[int, list[str]] = defaultdict(list)
 
@@ -27,3 +33,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         passed = outcomes.count("passed")
         verdict = "kept" if passed == len(outcomes) else "BROKEN"
         terminalreporter.write_line(f"trial {trial:3}  {verdict:6}  {passed}/{len(outcomes)} tests")
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    """A registry that takes the place of the process's own."""
+    fresh = CollectorRegistry()
+    for name in ("Counter", "Gauge", "Histogram"):
+        metric = functools.partial(getattr(prometheus_client, name), registry=fresh)
+        monkeypatch.setattr(prometheus_client, name, metric)
+    return fresh

@@ -1,20 +1,15 @@
 """The subcommand ``calibrate`` of ``sglang-ext``."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.errors import SglangExtError
+from sglang_ext.console import BAD_INPUT, FAILED, OK, complain
 
 if TYPE_CHECKING:
     from sglang_ext.calibration.measure import Measured
 
 __all__ = ["add_calibrate"]
-
-_OK = 0
-_FAILED = 1
-_BAD_INPUT = 2
 
 
 def add_calibrate(commands: Any) -> None:
@@ -37,27 +32,22 @@ def _calibrate(options: argparse.Namespace) -> int:
     from sglang_ext.tiering.scales import save_scales
 
     if not options.out.parent.is_dir():
-        return _complain(f"{options.out}: there is no folder {options.out.parent}", _BAD_INPUT)
+        return complain(f"{options.out}: there is no folder {options.out.parent}", BAD_INPUT)
     if not options.model_path.is_dir():
-        return _complain(f"{options.model_path}: not a folder with a model", _BAD_INPUT)
+        return complain(f"{options.model_path}: not a folder with a model", BAD_INPUT)
     try:
         text = options.text.read_text(encoding="utf-8") if options.text else default_text()
     except (OSError, UnicodeDecodeError) as error:
-        return _complain(f"{options.text}: {error}", _BAD_INPUT)
+        return complain(f"{options.text}: {error}", BAD_INPUT)
     try:
         measured = calibrate(
             options.model_path, text, tokens=options.tokens, format=FORMATS.get(options.format)
         )
         save_scales(options.out, measured.scales)
-    except (SglangExtError, OSError) as error:
-        return _complain(str(error), _FAILED)
+    except OSError as error:
+        return complain(str(error), FAILED)
     _show(measured, options.out)
-    return _OK
-
-
-def _complain(problem: str, status: int) -> int:
-    print(problem, file=sys.stderr)
-    return status
+    return OK
 
 
 def _show(measured: "Measured", out: Path) -> None:

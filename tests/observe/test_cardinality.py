@@ -1,8 +1,5 @@
 """However many tenants there are, /metrics stays small (trial 97), and every token is on it."""
 
-import functools
-
-import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -16,15 +13,6 @@ from tests.sglang_ext.published import a_cache
 
 _TENANTS = [TenantId(f"tenant-{number:05}") for number in range(10_000)]
 _MOST_BYTES = 2_000_000
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    fresh = CollectorRegistry()
-    for name in ("Counter", "Gauge", "Histogram"):
-        metric = functools.partial(getattr(prometheus_client, name), registry=fresh)
-        monkeypatch.setattr(prometheus_client, name, metric)
-    return fresh
 
 
 @pytest.mark.trial(97)

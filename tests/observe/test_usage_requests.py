@@ -1,13 +1,11 @@
 """From SGLang's own collector to the bill: 10,000 finished requests of 5 tenants."""
 
-import functools
 import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry
 from sglang.srt.observability import metrics_collector
@@ -21,15 +19,6 @@ from sglang_ext.tokenizer_metrics import TenantTokenizerMetrics
 
 _TENANTS = ("a", "b", "c", "d", "e")
 _SOURCES = {"device": "hbm", "host": "cpu", "storage": "nvme"}
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    fresh = CollectorRegistry()
-    for name in ("Counter", "Gauge", "Histogram"):
-        metric = functools.partial(getattr(prometheus_client, name), registry=fresh)
-        monkeypatch.setattr(prometheus_client, name, metric)
-    return fresh
 
 
 @pytest.fixture

@@ -50,6 +50,15 @@ def fresh_load() -> Iterator[None]:
         loader.cache_clear()
 
 
+def scattered(lengths: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return a line of slots for each request, none of them twice, in no order."""
+    table = torch.randperm(_SLOTS, generator=generator).int()[: sum(lengths)]
+    lines = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
+    for line, part in enumerate(table.split(list(lengths))):
+        lines[line, : len(part)] = part
+    return lines
+
+
 def compare(
     kernel: DecodeKernel,
     keys: torch.Tensor,
@@ -62,10 +71,7 @@ def compare(
 ) -> None:
     """Decode one batch both ways."""
     generator = torch.Generator().manual_seed(1)
-    table = torch.randperm(_SLOTS, generator=generator).int()[: sum(lengths)]
-    lines = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
-    for line, part in enumerate(table.split(list(lengths))):
-        lines[line, : len(part)] = part
+    lines = scattered(lengths, generator)
     step = Step(lines, torch.arange(len(lengths)), lengths, None, torch.float32)
     query = torch.randn(len(lengths), heads, keys.shape[-1], generator=generator)
     scoring = Scoring(1 / math.sqrt(keys.shape[-1]), soft_cap)
@@ -148,10 +154,7 @@ def compare_extend(
 ) -> None:
     """Extend one batch both ways; plain torch in float32, from the same bfloat16 numbers."""
     generator = torch.Generator().manual_seed(1)
-    table = torch.randperm(_SLOTS, generator=generator).int()[: sum(lengths)]
-    lines = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
-    for line, part in enumerate(table.split(list(lengths))):
-        lines[line, : len(part)] = part
+    lines = scattered(lengths, generator)
     step = Step(lines, torch.arange(len(lengths)), lengths, cached, torch.float32)
     rows = sum(lengths) - sum(cached)
     query = torch.randn(rows, heads, keys.shape[-1], generator=generator).bfloat16()

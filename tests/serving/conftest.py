@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.observed import Observed
-from tests.serving.server import Client, ServerProcess, policy_file
+from tests.serving.server import Client, ServerProcess, policy_file, running
 from tests.serving.tiered import Tiers
 
 SMALL_POOL = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
@@ -17,17 +17,9 @@ GROUP = """
 
 
 def run_server(policy: Path, *flags: str) -> Iterator[ServerProcess]:
-    """Yield a ready server; afterwards no process and no leaked page is left."""
-    server = ServerProcess(
-        "sglang_ext.launch_server", ["--tenant-policy", str(policy), *SMALL_POOL, *flags]
-    )
-    try:
-        server.wait_ready()
+    """Yield a ready server with a small pool."""
+    with running(["--tenant-policy", str(policy), *SMALL_POOL, *flags]) as server:
         yield server
-        server.stop()
-        assert not server.leaks(), server.leaks()
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +114,21 @@ class ServerProcess:
             self.lines.append(line)
             self._news.put(line)
         self._news.put(None)
+
+
+@contextmanager
+def running(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Yield a ready server of ours; afterwards no process and no leaked page is left."""
+    server = ServerProcess("sglang_ext.launch_server", arguments, environment)
+    try:
+        server.wait_ready()
+        yield server
+        server.stop()
+        assert not server.leaks(), server.leaks()
+    finally:
+        server.kill()
 
 
 @dataclass(frozen=True)

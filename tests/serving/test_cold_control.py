@@ -7,25 +7,16 @@ import pytest
 
 from tests.serving.conftest import SMALL_POOL
 from tests.serving.prompts import unique_prompt
-from tests.serving.server import Client, ServerProcess, policy_file
+from tests.serving.server import Client, ServerProcess, policy_file, running
 
 pytestmark = pytest.mark.serving
 
 
 @pytest.fixture
 def cold(tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(
-        "sglang_ext.launch_server",
-        ["--tenant-policy", str(policy_file(tmp_path, ["a"])), *SMALL_POOL],
-        {"SGLANG_RADIX_FORCE_MISS": "1"},
-    )
-    try:
-        server.wait_ready()
+    flags = ["--tenant-policy", str(policy_file(tmp_path, ["a"])), *SMALL_POOL]
+    with running(flags, {"SGLANG_RADIX_FORCE_MISS": "1"}) as server:
         yield server
-        server.stop()
-        assert not server.leaks(), server.leaks()
-    finally:
-        server.kill()
 
 
 @pytest.mark.trial(99)

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_ext.tenancy.keys import digest
 from tests.serving.prompts import unique_prompt
-from tests.serving.server import Client, ServerProcess, policy_file
+from tests.serving.server import Client, ServerProcess, policy_file, running
 
 pytestmark = pytest.mark.serving
 
@@ -36,15 +36,8 @@ def fair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     special = SPECIAL % tuple(digest(f"key-{name}") for name in names)
     equal = ["long", "short", "hot", "cold", "busy", "free"]
     policy = policy_file(tmp_path_factory.mktemp("policy"), equal, special)
-    flags = ["--tenant-policy", str(policy), *POOL, *STEPS]
-    server = ServerProcess("sglang_ext.launch_server", flags)
-    try:
-        server.wait_ready()
+    with running(["--tenant-policy", str(policy), *POOL, *STEPS]) as server:
         yield server
-        server.stop()
-        assert not server.leaks(), server.leaks()
-    finally:
-        server.kill()
 
 
 Ends = list[tuple[str, int]]

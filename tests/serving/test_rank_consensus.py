@@ -19,7 +19,7 @@ import pytest
 
 from sglang_ext.tenancy.keys import digest
 from tests.serving.prompts import unique_prompt
-from tests.serving.server import Client, ServerProcess
+from tests.serving.server import Client, ServerProcess, running
 from tests.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.serving
@@ -55,16 +55,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProces
     model = tiny_llama(folder / "model", heads=8, kv_heads=4, layers=8, hidden=512, head_dim=64)
     flags = ["--model-path", str(model), "--tp", "2", "--max-total-tokens", "4000"]
     arguments = ["--tenant-policy", str(policy), *flags, "--mem-fraction-static", "0.3"]
-    server = ServerProcess(
-        "sglang_ext.launch_server", arguments, {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-    )
-    try:
-        server.wait_ready()
+    with running(arguments, {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}) as server:
         yield server
-        server.stop()
-        assert not server.leaks(), server.leaks()
-    finally:
-        server.kill()
 
 
 def is_over(end: float, seen: Counter[str]) -> bool:

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from sglang_ext import active, http_routes, pin_routes, policy_routes, session_routes
+from sglang_ext import active, callers, http_routes, pin_routes, policy_routes, session_routes
 from sglang_ext.tenancy.routes import Access, access_of
 from tests.sglang_ext.live import Server, forget_policy
 
@@ -50,8 +50,8 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The schema of the routes behind the middleware of a server with one scheduler."""
     forget_policy(monkeypatch)
     server = Server(tmp_path)
+    monkeypatch.setattr(callers, "ask_schedulers", server.ask)
     for module in _OTHERS:
-        monkeypatch.setattr(module, "ask_schedulers", server.ask)
         server.app.include_router(module.router)
     for module in (http_routes, pin_routes):
         monkeypatch.setattr(module, "tokenize", _tokenize)

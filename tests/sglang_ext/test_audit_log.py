@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi import APIRouter, Depends, HTTPException
 
-from sglang_ext import http_routes
+from sglang_ext import callers, http_routes
 from sglang_ext.audit_log import AuditLog, audited
 from sglang_ext.tenancy.keys import digest
 from sglang_ext.tenancy.routes import Access
@@ -23,7 +23,7 @@ _ADMIN = digest("key-admin")[:15]
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     forget_policy(monkeypatch)
     server = Server(tmp_path)
-    monkeypatch.setattr(http_routes, "ask_schedulers", server.ask)
+    monkeypatch.setattr(callers, "ask_schedulers", server.ask)
     server.app.include_router(http_routes.router)
     return server
 

@@ -1,13 +1,11 @@
 """What each metric counts, on a registry of the test's own."""
 
 import asyncio
-import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,16 +28,6 @@ _STOP = {"meta_info": {"finish_reason": {"type": "stop"}}}
 _ABORT = {"meta_info": {"finish_reason": {"type": "abort"}}}
 _GOING_ON = {"meta_info": {"finish_reason": None}}
 _EMBEDDING = {"embedding": [0.1], "meta_info": {}}
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    """A registry that takes the place of the process's own."""
-    fresh = CollectorRegistry()
-    for name in ("Counter", "Gauge", "Histogram"):
-        metric = functools.partial(getattr(prometheus_client, name), registry=fresh)
-        monkeypatch.setattr(prometheus_client, name, metric)
-    return fresh
 
 
 def _outcomes(registry: CollectorRegistry) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_ext import pin_routes
+from sglang_ext import callers, pin_routes
 from sglang_ext.tenancy.keys import digest
 from sglang_ext.types import Owner, Tier
 from tests.sglang_ext.live import Server, forget_policy
@@ -28,7 +28,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     async def tokenize(text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
-    monkeypatch.setattr(pin_routes, "ask_schedulers", server.ask)
+    monkeypatch.setattr(callers, "ask_schedulers", server.ask)
     monkeypatch.setattr(pin_routes, "tokenize", tokenize)
     server.app.include_router(pin_routes.router)
     return server

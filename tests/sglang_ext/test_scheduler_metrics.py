@@ -1,11 +1,8 @@
 """The scheduler's metrics on a registry of the test's own."""
 
-import functools
 from array import array
 from types import SimpleNamespace
 
-import prometheus_client
-import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang_ext.radix.ledger import Ledger
@@ -15,15 +12,6 @@ from tests.sglang_ext.published import a_cache
 
 A, B, C = TenantId("a"), TenantId("b"), TenantId("c")
 NO_LIMITS = OwnerLimits()
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    fresh = CollectorRegistry()
-    for name in ("Counter", "Gauge", "Histogram"):
-        metric = functools.partial(getattr(prometheus_client, name), registry=fresh)
-        monkeypatch.setattr(prometheus_client, name, metric)
-    return fresh
 
 
 def _cache(held: dict[str, int], limits: OwnerLimits = NO_LIMITS) -> SimpleNamespace:

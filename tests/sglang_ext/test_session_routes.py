@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_ext import http_routes, session_routes
+from sglang_ext import callers, http_routes, session_routes
 from sglang_ext.radix.sessions import SessionId
 from sglang_ext.request_tag import RequestTag
 from sglang_ext.tenancy.identity import Identity
@@ -24,8 +24,8 @@ class World:
         monkeypatch.setattr(session_routes, "_WAIT_S", 0.2)
         self.server = Server(folder, ranks=2)
         self.replayed: list[tuple[list[int], str, str | None, Identity]] = []
+        monkeypatch.setattr(callers, "ask_schedulers", self.server.ask)
         for module in (session_routes, http_routes):
-            monkeypatch.setattr(module, "ask_schedulers", self.server.ask)
             self.server.app.include_router(module.router)
         monkeypatch.setattr(session_routes, "replay", self.replay)
         monkeypatch.setattr(http_routes, "tokenize", self.tokenize)

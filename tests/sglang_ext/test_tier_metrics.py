@@ -1,10 +1,8 @@
 """Totals of the tiers become counters once, however often they are published."""
 
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 
-import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,15 +19,6 @@ from sglang_ext.types import PUBLIC, Owner, Tier
 from tests.sglang_ext.published import a_cache
 
 A = Owner("t:a")
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    fresh = CollectorRegistry()
-    for kind in ("Counter", "Gauge", "Histogram"):
-        metric = functools.partial(getattr(prometheus_client, kind), registry=fresh)
-        monkeypatch.setattr(prometheus_client, kind, metric)
-    return fresh
 
 
 def test_what_left_and_what_happened_is_counted_once(registry: CollectorRegistry) -> None:
