@@ -97,6 +97,10 @@ class ServerProcess:
         """Return the last lines of the log."""
         return "".join(self.lines[-count:])
 
+    def resident_bytes(self) -> int:
+        """Return the memory of all its processes that is in RAM."""
+        return sum(process.memory_info().rss for process in self._family())
+
     def leaks(self) -> list[str]:
         """Return the lines in which SGLang's own invariant check complained."""
         return [line for line in self.lines if _LEAK.search(line)]

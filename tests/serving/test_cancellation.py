@@ -10,8 +10,9 @@ from tests.serving.server import Client
 pytestmark = pytest.mark.serving
 
 _RUNS = 50
-# One step of bfloat16 at the log-probabilities of likely tokens; see the tiers' test for the same.
-_LOGPROB = 0.05
+# Two steps of bfloat16 between 16 and 32, where the logits of likely tokens lie: which kernel a
+# matrix takes depends on its rows and on the processor. A wrong page moves them by several units.
+_LOGPROB = 0.25
 
 
 @pytest.mark.trial(86)

@@ -1,5 +1,6 @@
 """Host memory smaller than HBM: what comes back into it, and what the metrics say about it."""
 
+import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from sglang_ext.tenancy.keys import digest
 from tests.serving.prompts import unique_prompt
 from tests.serving.server import Client, ServerProcess
-from tests.serving.tiered import LEAST, Tiers, Told, ask, flood, wait
+from tests.serving.tiered import LEAST, NVME_BYTES, Tiers, Told, ask, flood, story, wait
 
 pytestmark = pytest.mark.serving
 
@@ -32,7 +33,7 @@ class SmallHost(Tiers):
             "version: 1\n"
             f'admin_keys: ["{keys["admin"]}"]\n'
             f"tiers: {{cpu: {{size: {CPU_TOKENS * TOKEN_BYTES}B}}, "
-            f"nvme: {{size: 400MB, path: {self.pages}}}}}\n"
+            f"nvme: {{size: {NVME_BYTES}B, path: {self.pages}}}}}\n"
             f"public_prefixes: [{{name: assistant, system: {SYSTEM!r}}}]\n"
             "defaults: {quota: {hbm: 100%, cpu: 100%}}\n"
             f'tenants: {{a: {{api_keys: ["{keys["a"]}"]}}, b: {{api_keys: ["{keys["b"]}"]}}}}\n',
@@ -152,6 +153,7 @@ def test_a_conversation_behind_a_public_prompt_comes_back_whole(small: SmallHost
     wait(lambda: small.metric("prompt_tokens_total", tenant="a", source="nvme") >= whole)
 
 
+@pytest.mark.trial(40)
 def test_what_moves_and_what_is_held_is_on_the_metrics_page(small: SmallHost) -> None:
     a = small.client("a")
     ask(a, 80)
@@ -165,6 +167,7 @@ def test_what_moves_and_what_is_held_is_on_the_metrics_page(small: SmallHost) ->
         held = {"owner": "t:a", "tier": tier}
         wait(lambda held=held: small.metric("token_seconds_total", **held) > 0)
         assert small.metric("held_bytes", **held) > small.metric("held_tokens", **held) > 0
+        assert small.metric("quota_tokens", **held) > 0
 
 
 def flip_a_bit_in_every_page(folder: Path) -> None:
@@ -196,3 +199,31 @@ def test_after_a_flush_everything_goes_on(small: SmallHost) -> None:
         told = [ask(a, number) for number in (95, 96)]
         assert all(one.text for one in told)
         assert admin.post("/flush_cache", {}).status_code == 200
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return what the pages take on the disk, in the numbers of the disk itself."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*.slab"))
+
+
+@pytest.mark.trial(57)
+@pytest.mark.trial(60)
+def test_churn_leaves_memory_flat_and_the_disk_equal_to_its_books(small: SmallHost) -> None:
+    """Far more stories than the disk holds, some asked for often; the first rounds warm up."""
+    dice = random.Random(60)
+    clients = [small.client("a"), small.client("b")]
+    resident = []
+    for _ in range(8):
+        for _ in range(10):
+            dice.choice(clients).generate(story(2000 + int(120 * dice.random() ** 2)))
+        resident.append(small.server.resident_bytes())
+    assert small.metric("store_events_total", event="evicted") > 0, "the disk was never full"
+    assert disk_bytes(small.pages) <= NVME_BYTES
+    assert max(resident[4:]) <= max(resident[:4]) + 48 * 2**20, resident
+
+    def books_are_right() -> bool:
+        held = small.metric("held_bytes", tier="nvme")
+        # Headers and whole blocks come on top of the pages' own bytes.
+        return 0 < held <= disk_bytes(small.pages) <= 1.03 * held
+
+    wait(books_are_right)
