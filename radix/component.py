@@ -32,7 +32,7 @@ class TenantFullComponent(FullComponent):
     ) -> int | None:
         if self._offered is not None:
             self._settle_offer(self._offered)
-        missing = self._wanted - tracker[_FULL]
+        missing = self._wanted - tracker.get(_FULL, 0)
         if missing > 0:
             self._offered = self.tree_core.victims.choose(_HBM, missing, cache_actions)
         return None if self._offered is None else self._offered.node.id

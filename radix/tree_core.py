@@ -8,6 +8,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE, ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import get_and_increase_time_counter
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+    EvictDeviceNextNodeResult,
+)
 from sglang.srt.mem_cache.utils import compute_node_hash_values
 
 from sglang_ext.radix.clock import SharedClock
@@ -253,6 +256,23 @@ class TenantTreeCore(UnifiedTreeCore):
         if state.total_prefix_length + prefix_len > state.params.inserted_len:
             node.hits += 1
         super()._finish_insert_walk_node(state, node, prefix_len)
+
+    # ---- victims
+
+    def evict_device_next_node(self, component_type: Any, tracker: dict[Any, int]) -> Any:
+        """Do what SGLang does, without its accounts of a step that only names a leaf.
+
+        Full attention's step frees and counts nothing; at most it cuts a leaf. So there is no need
+        to copy the tracker and to compare it afterwards at each victim.
+        """
+        if component_type is not _FULL:
+            return super().evict_device_next_node(component_type, tracker)
+        step = EvictDeviceNextNodeResult()
+        step.node_id = self.components_by_type[_FULL].evict_device_next_node(
+            tracker, step.device_frees, step.host_frees, step.cache_actions
+        )
+        step.made_progress = step.node_id is not None or bool(step.cache_actions)
+        return step
 
     # ---- pins
 
