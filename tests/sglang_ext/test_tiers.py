@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.pool_host.base import _WRITE_BACK_STAGING_PAGE_CHUNK
 
 from sglang_ext.namespace import frame
 from sglang_ext.operations import OPERATIONS
@@ -299,3 +300,13 @@ def test_what_is_reserved_on_the_disk_is_not_taken_for_others(tmp_path: Path) ->
             0,
             16 * token,
         )
+
+
+@pytest.mark.trial(56)
+def test_what_the_tiers_cost_in_hbm_is_as_written(tmp_path: Path) -> None:
+    """The README's figure is SGLang's: a buffer that copies pass through, of so many pages."""
+    readme = Path(__file__).parents[2] / "README.md"
+    assert f"at most {_WRITE_BACK_STAGING_PAGE_CHUNK} pages" in readme.read_text(encoding="utf-8")
+    with tiered(tmp_path) as rig:
+        pool = rig.cache.cache_controller.mem_pool_host
+        assert pool.staging_page_capacity == 0, "without a GPU there is none"
