@@ -9,6 +9,7 @@ setup(
         "sglang_ext",
         "sglang_ext.calibration",
         "sglang_ext.observe",
+        "sglang_ext.plan",
         *(f"sglang_ext.{name}" for name in SUBPACKAGES),
     ],
     package_dir={f"sglang_ext.{name}": name for name in SUBPACKAGES},

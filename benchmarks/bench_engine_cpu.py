@@ -26,9 +26,8 @@ from statistics import median
 from typing import Any
 
 import httpx
-import psutil
 
-from engines import Engine, demo_flags, engine
+from engines import Engine, cpu_seconds, demo_flags, engine
 from report import Report, arguments, spread
 from sglang_ext.demo_model import demo_model_path
 from sglang_ext.patches.cpu_attention import CPU_ATTENTION
@@ -96,14 +95,7 @@ class Window:
         return tokens / seconds, cpu / tokens
 
     def _mark(self) -> tuple[float, float, int]:
-        return time.perf_counter(), cpu_seconds(self.server), sum(self.tokens)
-
-
-def cpu_seconds(server: Engine) -> float:
-    """Return the CPU seconds that the server's processes have used so far."""
-    root = psutil.Process(server.pid)
-    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+        return time.perf_counter(), cpu_seconds([self.server.pid]), sum(self.tokens)
 
 
 async def stream(
@@ -157,9 +149,9 @@ def measure(
     server: Engine, cold: list[int], hit: list[int], decode: list[list[int]]
 ) -> dict[str, Any]:
     """Take one engine through one round."""
-    before = cpu_seconds(server)
+    before = cpu_seconds([server.pid])
     _, (cold_ttft,) = asyncio.run(batch(server, [cold], 1))
-    cpu = cpu_seconds(server) - before
+    cpu = cpu_seconds([server.pid]) - before
     _, (hit_ttft,) = asyncio.run(batch(server, [hit], 1))
     found: dict[str, Any] = {
         "CPU ms per computed prompt token": 1e3 * cpu / len(cold),

@@ -2,25 +2,45 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from sglang_ext.demo_model import demo_model_path
 from sglang_ext.tenancy.keys import digest
 
-__all__ = ["Answer", "Engine", "ask", "demo_flags", "engine", "write_policy"]
+__all__ = [
+    "Answer",
+    "Engine",
+    "StartError",
+    "ask",
+    "cpu_seconds",
+    "demo_flags",
+    "engine",
+    "last_error",
+    "stop",
+    "wait_until",
+    "write_policy",
+]
 
 _START_SECONDS = 240
 _STOP_SECONDS = 60
+_ERROR = re.compile(r"^(\([^)]*\) )?(\S+ +\S+ +\[\S+\] )?\w*(\.\w+)*(Error|Exception)\b.*")
+
+
+class StartError(SystemExit):
+    """A server did not start; ends a benchmark that does not expect it."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +115,27 @@ def engine(
             _wait_ready(f"http://127.0.0.1:{port}", process, log)
             yield Engine(name, f"http://127.0.0.1:{port}", process.pid, headers)
         finally:
-            process.terminate()
-            process.wait(timeout=_STOP_SECONDS)
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server that leads its own process group, and whatever it left in the group."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the CPU seconds that these processes and all below them have used so far."""
+    total = 0.0
+    for pid in pids:
+        root = psutil.Process(pid)
+        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        total += sum(each.user + each.system for each in times)
+    return total
 
 
 def ask(client: httpx.Client, server: Engine, text: str, tokens: int, **sampling: Any) -> Answer:
@@ -130,14 +169,33 @@ def _sources(meta: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Any) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(url + "/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
+    if wait_until(lambda: _healthy(url), process, _START_SECONDS):
+        return
     log.seek(0)
     sys.stderr.write(log.read()[-5000:])
-    raise SystemExit(f"the server at {url} did not start")
+    raise StartError(f"the server at {url} did not start: {last_error(log)}")
+
+
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Return whether ``process`` became ready in time, and did not end before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if ready():
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def last_error(log: Any) -> str:
+    """Return the last line of a log that names an exception, else its last line."""
+    log.seek(0)
+    lines = [line.strip() for line in log if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or ["its log is empty"])[-1][:300]
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(url + "/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False

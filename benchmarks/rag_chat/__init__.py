@@ -1,0 +1,1 @@
+"""Chat over retrieved documents, played against servers; how: ``__main__.py``."""
