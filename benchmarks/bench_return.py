@@ -48,7 +48,7 @@ def _round(client: httpx.Client, server: Engine, draw: random.Random, tokens: in
     """Return the seconds to the first token by where the conversation was; empty: not there."""
     text = _text(draw, tokens)
     times = {"computed": [ask(client, server, text, 1).ttft]}
-    for tier, others in (("hbm", 0), ("cpu", 1), ("nvme", 4)):
+    for tier, others in (("hbm", 0), ("cpu", 2), ("nvme", 4)):
         for _ in range(others):
             ask(client, server, _text(draw, tokens), 1)
         answer = ask(client, server, text, 1)
