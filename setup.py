@@ -8,6 +8,7 @@ setup(
     packages=[
         "sglang_ext",
         "sglang_ext.calibration",
+        "sglang_ext.gateway",
         "sglang_ext.observe",
         "sglang_ext.plan",
         *(f"sglang_ext.{name}" for name in SUBPACKAGES),

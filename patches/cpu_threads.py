@@ -1,9 +1,10 @@
 """The one place that decides a process's threads: how many, on which cores, and how they wait.
 
-A process has the cores that the system lets it have (``taskset`` narrows them). The ranks of one
-engine divide them. Engines that share a machine share its cores by the system's scheduler, which is
-fair as long as waiting threads sleep: so a thread that has nothing to do spins for some tens of
-microseconds, the time between two operators of a model, and not for GNU OpenMP's milliseconds.
+A process has the cores that the system lets it have (``taskset`` narrows them). The engines of one
+gateway divide them, and the ranks of one engine what it has. Servers that share a machine share its
+cores by the system's scheduler, which is fair as long as waiting threads sleep: so a thread that
+has nothing to do spins for some tens of microseconds, the time between two operators of a model,
+and not for GNU OpenMP's milliseconds.
 """
 
 import os
@@ -11,7 +12,7 @@ from collections.abc import MutableMapping, Sequence
 
 import torch
 
-__all__ = ["bind_rank", "divide_cores", "set_thread_defaults"]
+__all__ = ["bind_rank", "divide_cores", "keep_share", "set_thread_defaults"]
 
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _SPINS = "3000"
@@ -20,6 +21,16 @@ _SPINS = "3000"
 def divide_cores(cores: Sequence[int], ranks: int) -> list[list[int]]:
     """Give each of ``ranks`` its share of ``cores``; with too few, some ranks share the first."""
     return [list(cores[rank::ranks]) or [cores[0]] for rank in range(ranks)]
+
+
+def keep_share(index: int, count: int) -> list[int]:
+    """Keep this process, and those that it starts, on the share ``index`` of ``count``.
+
+    Threads that are there already move too.
+    """
+    cores = divide_cores(sorted(os.sched_getaffinity(0)), count)[index]
+    _move_to(cores)
+    return cores
 
 
 def set_thread_defaults(ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -44,10 +55,14 @@ def bind_rank(rank: int, environment: MutableMapping[str, str] = os.environ) -> 
     if binding == "all":
         return None
     cores = _parse(binding.split("|")[rank])
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+    _move_to(cores)
     torch.set_num_threads(len(cores))
     return cores
+
+
+def _move_to(cores: Sequence[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def _parse(share: str) -> list[int]:

@@ -51,7 +51,17 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--log-json", action="store_true", help="write logs as JSON, one object a line"
     )
-    return parser.parse_known_args(argv)
+    parser.add_argument(
+        "--engines",
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas of the engine that serves the tenants without one of their own",
+    )
+    own, flags = parser.parse_known_args(argv)
+    if own.engines < 1:
+        parser.error("argument --engines: expected a number from 1 on")
+    return own, flags
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:

@@ -15,6 +15,8 @@ from typing import Any
 from sglang_ext import active
 from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import SglangExtError
+from sglang_ext.gateway.place import OnlyGateway, Place, live_with, own_place
+from sglang_ext.gateway.plan import needs_engines
 from sglang_ext.launch_checks import check_environment, check_modes, check_port
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
 from sglang_ext.launch_scales import use_scales
@@ -34,39 +36,69 @@ _QUIET = ("Only CUDA", "Triton is not supported on current platform", "'python -
 def main(argv: Sequence[str]) -> int:
     """Serve until stopped; return the exit status (2 for a refusal, printed in one line)."""
     own, flags = own_arguments(argv)
-    warm_up = WarmUp()
+    warm_up, place = WarmUp(), own_place()
+    if place is not None:
+        live_with(place.pid)
     try:
         recording.hand_over(own.usage_db)
         if own.log_json:
             json_log.switch_on()
-        server_args = _prepare(own, flags, warm_up)
+        file = PolicyFile(own.tenant_policy.absolute())
+        policy = _read(file)
+        if place is None and needs_engines(policy, own.engines):
+            return _serve_engines(own, flags, file)
+        server_args = _prepare(own, flags, file, warm_up, place)
     except SglangExtError as error:
         print(f"sglang_ext: {own.tenant_policy}: {error}", file=sys.stderr)
         return 2
     return _serve(server_args, warm_up)
 
 
-def _prepare(own: Namespace, flags: Sequence[str], warm_up: WarmUp) -> Any:
+def _read(file: PolicyFile) -> Policy:
+    """Put the policy of the file in force here, and for every process to come."""
+    text = file.read()
+    policy = active.hand_over(text)
+    file.accept(text)
+    check_master_key(policy)
+    return policy
+
+
+def _serve_engines(own: Namespace, flags: Sequence[str], file: PolicyFile) -> int:
+    """Serve with a gateway here and each engine in a server of its own."""
+    from sglang_ext.gateway.serve import log_to_stderr, serve_engines
+
+    log_to_stderr(as_json=own.log_json)
+    return serve_engines(own, flags, file)
+
+
+def _prepare(
+    own: Namespace, flags: Sequence[str], file: PolicyFile, warm_up: WarmUp, place: Place | None
+) -> Any:
     """Return SGLang's resolved arguments, with hooks applied and the middleware in place."""
     from sglang_ext.patches.cpu_platform import activate
     from sglang_ext.patches.versions import check_version
 
     check_version()
     check_environment()
-    file = PolicyFile(own.tenant_policy.absolute())
-    text = file.read()
-    policy = active.hand_over(text)
-    file.accept(text)
-    check_master_key(policy)
+    policy = active.policy()
     on_cpu = activate() is not None
     if on_cpu:
-        _quiet_warnings()
+        _settle(place)
     demo_model = None if "--model-path" in given_flags(flags) else _demo_model()
     argv = with_defaults(flags, policy, on_cpu=on_cpu, demo_model=demo_model)
     server_args = _resolve(argv, policy, given_flags(flags), on_cpu=on_cpu)
-    _extend_app(policy, file, own.audit_log, warm_up)
+    _extend_app(policy, file, own.audit_log, warm_up, place)
     _record(server_args)
     return server_args
+
+
+def _settle(place: Place | None) -> None:
+    """Make a machine without accelerator ready: its warnings, and whose the cores are."""
+    _quiet_warnings()
+    if place is not None:
+        from sglang_ext.patches.cpu_threads import keep_share
+
+        keep_share(place.index, place.count)
 
 
 def _demo_model() -> Mapping[str, str]:
@@ -112,7 +144,13 @@ def _resolve(argv: list[str], policy: Policy, given: Set[str], *, on_cpu: bool) 
     return server_args
 
 
-def _extend_app(policy: Policy, file: PolicyFile, audit_log: Path | None, warm_up: WarmUp) -> None:
+def _extend_app(
+    policy: Policy,
+    file: PolicyFile,
+    audit_log: Path | None,
+    warm_up: WarmUp,
+    place: Place | None,
+) -> None:
     """Add our routes to SGLang's application, and put authentication in front of all of them."""
     from sglang.srt.entrypoints.http_server import app
 
@@ -129,13 +167,21 @@ def _extend_app(policy: Policy, file: PolicyFile, audit_log: Path | None, warm_u
     app.add_middleware(
         TenantAuth,
         callers=callers,
-        is_own_key=warm_up.is_own_key,
+        is_own_key=lambda key: warm_up.is_own_key(key) or _is_of_gateway(key, place),
         on_refused=metrics.refused,
     )
+    if place is not None:
+        # The last that is added is the first that a request meets.
+        app.add_middleware(OnlyGateway, place=place, is_own_key=warm_up.is_own_key)
+
+
+def _is_of_gateway(key: str, place: Place | None) -> bool:
+    return place is not None and place.is_secret(key)
 
 
 def _let_policy_change(app: Any, file: PolicyFile, callers: Callers, log: AuditLog) -> None:
     """Take another policy over HTTP, or from the file at SIGHUP."""
+    from sglang_ext.gateway import policy_steps
     from sglang_ext.leavers import Leavers
     from sglang_ext.live_policy import LivePolicy
     from sglang_ext.patches.admin_channel import ask_schedulers
@@ -146,6 +192,9 @@ def _let_policy_change(app: Any, file: PolicyFile, callers: Callers, log: AuditL
     live = LivePolicy(file, callers, log, ask_schedulers, leavers)
     signal.signal(signal.SIGHUP, live.hang_up)
     mount(app, live, log, ask_schedulers)
+    if own_place() is not None:
+        app.state.policy_steps = policy_steps.PolicySteps(callers, ask_schedulers, leavers)
+        app.include_router(policy_steps.router)
 
 
 def _record(server_args: Any) -> None:

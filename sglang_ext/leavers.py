@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_ext.tenancy.changes import gone_owners, gone_tenants
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.types import Owner, TenantId
 
-__all__ = ["Leavers", "Leaving", "Requests"]
+__all__ = ["Leavers", "Leaving", "Requests", "SeesOut"]
 
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 10.0
@@ -36,6 +36,12 @@ class Leaving:
 
     requests: Requests = Requests.FINISH
     seconds: float = 30.0
+
+
+class SeesOut(Protocol):
+    """Removes what belonged to who is no longer in the policy."""
+
+    async def remove(self, old: Policy, new: Policy, leaving: Leaving) -> dict[str, Any]: ...
 
 
 class Leavers:

@@ -21,7 +21,7 @@ from typing import Any
 from sglang_ext import active
 from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import PolicyError, SglangExtError
-from sglang_ext.leavers import Leavers, Leaving
+from sglang_ext.leavers import Leaving, SeesOut
 from sglang_ext.policy_file import PolicyFile
 from sglang_ext.tenancy.auth import Callers
 from sglang_ext.tenancy.changes import Change, check_live, diff
@@ -62,7 +62,7 @@ class LivePolicy:
     """The one way to another policy, for the routes and for SIGHUP."""
 
     def __init__(
-        self, file: PolicyFile, callers: Callers, log: AuditLog, ask: Ask, leavers: Leavers
+        self, file: PolicyFile, callers: Callers, log: AuditLog, ask: Ask, leavers: SeesOut
     ) -> None:
         self._file = file
         self._callers = callers

@@ -104,6 +104,8 @@ class EnginePolicy:
     kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     kv_scales: Path | None = None
     """A safetensors file with the FP8 scales of each layer."""
+    flags: tuple[str, ...] = ()
+    """More words for its command line, which win over the common ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,17 +11,21 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
+    502: "api_error",
+    503: "overloaded_error",
 }
 _OPENAI_CODES = {
     400: "invalid_header",
     401: "invalid_api_key",
     403: "insufficient_permissions",
     429: "rate_limit_exceeded",
+    502: "bad_gateway",
+    503: "service_unavailable",
 }
 
 
 def refusal_body(dialect: Dialect, status: int, message: str) -> bytes:
-    """Return the JSON body of a refusal with HTTP ``status`` 400, 401, 403 or 429."""
+    """Return the JSON body of a refusal with HTTP ``status`` 400, 401, 403, 429, 502 or 503."""
     return json.dumps(_document(dialect, status, message)).encode()
 
 
@@ -31,7 +35,8 @@ def _document(dialect: Dialect, status: int, message: str) -> dict[str, object]:
         return {"type": "error", "error": {"type": kind, "message": message}}
     if dialect is Dialect.OPENAI:
         code = _OPENAI_CODES[status]
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "param": None, "code": code}
         return {"error": error}
     if dialect is Dialect.OLLAMA:
         return {"error": message}

@@ -76,6 +76,8 @@ _ENGINE: Section[dict[str, Any]] = Section(
     },
 )
 
+_OWN_ENGINE: Section[dict[str, Any]] = Section(dict, {**_ENGINE.fields, "flags": ListOf(text)})
+
 _TIERS = Section(
     TiersPolicy,
     {
@@ -121,7 +123,7 @@ _TENANT: dict[str, Reader[Any]] = {
     "api_keys": api_keys,
     "group": name,
     "gpus": ListOf(whole(0, 1023)),
-    "engine": _ENGINE,
+    "engine": _OWN_ENGINE,
 }
 
 POLICY_FILE: Section[dict[str, Any]] = Section(

@@ -96,6 +96,16 @@ _ALL = (
     _counter(
         "audit_write_errors", "Lines that the audit log did not take; the server's log has them."
     ),
+    # The gateway in front of several engines.
+    _gauge("ready_engines", "Engines that serve now: 1 or 0.", "engine"),
+    _counter("engine_restarts", "How often an engine ended and was started again.", "engine"),
+    _counter(
+        "gateway_failures",
+        "Requests without an engine's answer, by reason: unreachable (nothing was sent) or broken "
+        "(the engine ended while it worked on one).",
+        "engine",
+        "reason",
+    ),
     # The scheduler.
     _histogram(
         "queue_time_seconds",

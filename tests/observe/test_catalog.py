@@ -13,10 +13,10 @@ from sglang_ext.observe.catalog import METRICS, Kind, Metric, make, table
 _ROOT = Path(__file__).parents[2]
 _SOURCES = [
     path
-    for folder in ("sglang_ext", "sglang_ext/observe", "patches", "radix", "tenancy", "tiering")
+    for folder in ("sglang_ext", "sglang_ext/observe", "sglang_ext/gateway", "patches", "radix", "tenancy", "tiering")
     for path in (_ROOT / folder).glob("*.py")
 ]
-_UNITS = ("_seconds", "_tokens", "_requests", "_bytes")
+_UNITS = ("_seconds", "_tokens", "_requests", "_bytes", "_engines")
 
 
 def test_the_documentation_holds_the_table() -> None:
@@ -33,7 +33,7 @@ def test_names_follow_prometheus(metric: Metric) -> None:
     assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
     assert set(metric.labels) <= {
         *("tenant", "owner", "tier", "reason", "outcome", "source", "status", "event"),
-        *("from", "to"),
+        *("from", "to", "engine"),
     }
 
 

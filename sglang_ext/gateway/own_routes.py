@@ -1,0 +1,163 @@
+"""The gateway's own routes: health, engines, one page of metrics, and flush.
+
+The policy's routes are those of every server (see ``policy_routes``); the gateway mounts them too.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from sglang_ext.errors import ServerError
+from sglang_ext.gateway.fan_out import FanOut, passed_on, together
+from sglang_ext.gateway.merge import merged_metrics
+from sglang_ext.gateway.routing import Routing
+from sglang_ext.gateway.supervisor import Engine
+from sglang_ext.observe.catalog import PREFIX
+from sglang_ext.types import TenantId
+
+__all__ = ["own_app"]
+
+_GATEWAY = "gateway"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class EngineRow(BaseModel):
+    """One engine, as its supervisor sees it."""
+
+    engine: str
+    state: str
+    pid: int | None
+    restarts: int
+    gpus: list[int]
+    dedicated_to: str | None
+
+
+class EngineRows(BaseModel):
+    """All engines behind the gateway."""
+
+    engines: list[EngineRow]
+
+
+def own_app(
+    engines: Sequence[Engine], routing: Routing, fan_out: FanOut, note: Callable[[Engine], None]
+) -> FastAPI:
+    """Return an application with these routes. ``note`` is called for each engine at a scrape."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, _refusal)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.include_router(_health_routes(engines))
+    app.include_router(_operator_routes(engines, routing, fan_out, note))
+    return app
+
+
+def _health_routes(engines: Sequence[Engine]) -> APIRouter:
+    router = APIRouter()
+
+    def state(needed: int) -> Response:
+        """Say how many serve, and not which: the route needs no key."""
+        ready = sum(engine.is_ready for engine in engines)
+        body = {"engines": len(engines), "ready": ready}
+        return JSONResponse(body, status_code=200 if ready >= needed else 503)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """Whether every engine serves."""
+        return state(len(engines))
+
+    @router.get("/ping")
+    @router.get("/health")
+    @router.get("/health_generate")
+    async def health() -> Response:
+        """Whether any engine serves: one tenant's engine must not take the others' door away."""
+        return state(1)
+
+    return router
+
+
+def _operator_routes(
+    engines: Sequence[Engine], routing: Routing, fan_out: FanOut, note: Callable[[Engine], None]
+) -> APIRouter:
+    router = APIRouter()
+    by_name = {engine.spec.name: engine for engine in engines}
+
+    @router.get("/ext/v1/engines")
+    async def list_engines() -> EngineRows:
+        """Return every engine with its state."""
+        return EngineRows(engines=[EngineRow(**engine.row()) for engine in engines])
+
+    @router.get("/metrics")
+    @router.get("/metrics/")
+    async def metrics() -> Response:
+        """Return the metrics of all engines that serve, each sample with its engine."""
+        for engine in engines:
+            note(engine)
+        pages = [(_GATEWAY, _own_metrics())]
+        for engine in engines:
+            if engine.is_ready:
+                pages += await _metrics_of(engine, fan_out)
+        return Response(merged_metrics(pages), media_type=_METRICS_TYPE)
+
+    @router.post("/ext/v1/flush")
+    async def flush(body: dict[str, Any], request: Request) -> Response:
+        """Flush where the tenant is served, or everywhere."""
+        tenant = body.get("tenant")
+        named = isinstance(tenant, str)
+        names = routing.engines_of(TenantId(str(tenant))) if named else routing.names
+        found = [by_name[name] for name in names]
+        down = [engine.spec.name for engine in found if not engine.is_ready]
+        if down:
+            raise HTTPException(503, f"engine {down[0]} is not running now; nothing was done")
+        answers = await fan_out.all(
+            found,
+            *("POST", "/ext/v1/flush"),
+            headers=passed_on(request.scope),
+            body=json.dumps(body).encode(),
+        )
+        answer = together(answers)
+        return Response(answer.body, answer.status, media_type=answer.content_type)
+
+    return router
+
+
+async def _metrics_of(engine: Engine, fan_out: FanOut) -> list[tuple[str, str]]:
+    """Return an engine's page, or nothing where it ends just now."""
+    try:
+        answer = await fan_out.ask(engine, "GET", "/metrics/")
+    except ServerError:
+        return []
+    return [(engine.spec.name, answer.body.decode("utf-8"))] if answer.status == 200 else []
+
+
+def _own_metrics() -> str:
+    """Return what the gateway itself counts; not the process's, which Python adds."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(_Ours()).decode("utf-8")
+
+
+class _Ours:
+    """Our own families among those of this process."""
+
+    def collect(self) -> list[Any]:
+        from prometheus_client import REGISTRY
+
+        return [family for family in REGISTRY.collect() if family.name.startswith(PREFIX)]
+
+
+def _refused(status: int, message: str) -> JSONResponse:
+    """Return an error in the form of SGLang's own routes."""
+    body = {"object": "error", "message": message, "type": str(status), "param": None}
+    return JSONResponse({**body, "code": status}, status_code=status)
+
+
+async def _refusal(_: Request, error: Any) -> JSONResponse:
+    return _refused(error.status_code, str(error.detail))
+
+
+async def _invalid(_: Request, error: Any) -> JSONResponse:
+    return _refused(400, str(error))

@@ -1,0 +1,73 @@
+"""One home for a session, two equals for the rest, nobody's engine but the tenant's own."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.gateway.plan import EngineSpec
+from sglang_ext.gateway.routing import Routing
+from sglang_ext.types import TenantId
+
+SESSIONS = st.none() | st.text(min_size=1, max_size=8)
+NAMES = st.text("abcdefgh", min_size=1, max_size=3).map(TenantId)
+
+
+def replicas(count: int, dedicated: tuple[str, ...] = ()) -> list[EngineSpec]:
+    shared = [EngineSpec(f"shared-{number}", None, 0, 1) for number in range(count)]
+    return [*shared, *(EngineSpec(name, TenantId(name), 0, 1) for name in dedicated)]
+
+
+@given(tenant=NAMES, session=SESSIONS, count=st.integers(1, 6), load=st.lists(st.integers(0, 9)))
+def test_a_request_goes_to_its_tenants_engines_only(
+    tenant: TenantId, session: str | None, count: int, load: list[int]
+) -> None:
+    routing = Routing(replicas(count, ("a", "bb")))
+    in_flight = dict(zip(routing.names, load, strict=False))
+    order = routing.order(tenant, session, in_flight)
+    assert sorted(order) == sorted(routing.engines_of(tenant))
+    if tenant in ("a", "bb"):
+        assert order == (tenant,)
+    else:
+        assert set(order) == {f"shared-{number}" for number in range(count)}
+
+
+@given(tenant=NAMES, session=st.text(min_size=1), load=st.lists(st.integers(0, 9), max_size=5))
+def test_a_session_stays_at_home_whatever_the_load(
+    tenant: TenantId, session: str, load: list[int]
+) -> None:
+    routing = Routing(replicas(5))
+    in_flight = dict(zip(routing.names, load, strict=False))
+    assert routing.order(tenant, session, in_flight) == routing.order(tenant, session, {})
+
+
+@given(tenant=NAMES, load=st.lists(st.integers(0, 9), min_size=5, max_size=5))
+def test_the_less_loaded_of_two_equals_comes_first(tenant: TenantId, load: list[int]) -> None:
+    routing = Routing(replicas(5))
+    in_flight = dict(zip(routing.names, load, strict=True))
+    quiet, order = routing.order(tenant, None, {}), routing.order(tenant, None, in_flight)
+    assert set(order[:2]) == set(quiet[:2])
+    assert order[2:] == quiet[2:]
+    assert in_flight[order[0]] <= in_flight[order[1]]
+    if in_flight[order[0]] == in_flight[order[1]]:
+        assert order == quiet
+
+
+@given(tenant=NAMES, session=SESSIONS, gone=st.integers(0, 4))
+def test_only_what_lived_there_moves_when_an_engine_goes(
+    tenant: TenantId, session: str | None, gone: int
+) -> None:
+    specs = replicas(5)
+    before = Routing(specs).order(tenant, session, {})
+    specs.pop(gone)
+    after = Routing(specs).order(tenant, session, {})
+    assert list(after) == [name for name in before if name != f"shared-{gone}"]
+
+
+def test_sessions_are_spread_evenly() -> None:
+    routing = Routing(replicas(4))
+    homes = Counter(
+        routing.order(TenantId("acme"), f"chat-{number}", {})[0] for number in range(4000)
+    )
+    assert min(homes.values()) > 850
+    assert max(homes.values()) < 1150
