@@ -17,7 +17,7 @@ from sglang_ext.patches.scheduling import SchedulerObserver, TenantScheduling, s
 from sglang_ext.request_tag import detach
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.policy import Policy
-from sglang_ext.types import SYSTEM_TENANT, Owner
+from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId
 
 __all__ = ["namespace_hooks", "scheduler_hooks"]
 
@@ -32,11 +32,13 @@ def namespace_hooks(policy: Callable[[], Policy]) -> list[Hook]:
     ``policy`` returns the one in force.
     """
 
+    owners = _Owners(policy)
+
     def add_request_to_queue(
         original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False
     ) -> None:
         if not is_framed(req.extra_key):
-            req.extra_key = frame(_owner(policy(), req.rid)) + (req.lora_id or "")
+            req.extra_key = frame(owners.of(tenant_of_id(req.rid))) + (req.lora_id or "")
         elif parse(req.extra_key).once:
             req.skip_radix_cache_insert = True
         original(scheduler, req, is_retracted)
@@ -67,10 +69,21 @@ def scheduler_hooks(policy: Policy, observer: Callable[[], SchedulerObserver]) -
     ]
 
 
-def _owner(policy: Policy, rid: str) -> Owner:
-    name = tenant_of_id(rid)
-    if not name or name == SYSTEM_TENANT:
-        return SYSTEM_OWNER
-    tenant = policy.tenants.get(name)
-    # Who just left the policy may still be on its way; nobody else may meet it.
-    return Owner(f"t:{name}") if tenant is None else tenant.owner
+class _Owners:
+    """Who owns what a tenant computes, also after the tenant left the policy.
+
+    Its last requests may still be on their way then. They belong to who it was; one that never
+    came before it left is taken for sealed, which shares with nobody and leaves nothing behind.
+    """
+
+    def __init__(self, policy: Callable[[], Policy]) -> None:
+        self._policy = policy
+        self._known: dict[str, Owner] = {}
+
+    def of(self, name: str) -> Owner:
+        if not name or name == SYSTEM_TENANT:
+            return SYSTEM_OWNER
+        tenant = self._policy().tenants.get(TenantId(name))
+        if tenant is not None:
+            self._known[name] = tenant.owner
+        return self._known.get(name) or Owner(f"s:{name}")

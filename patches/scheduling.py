@@ -4,7 +4,7 @@ a request arrives   patches.admission        refused, or given a ticket
 each step           get_next_batch_to_run    clock, ledger of what runs, metrics
 order of the queue  patches.schedule_policy  by FairShares
 admission           patches.admission        by headroom
-a batch runs        run_batch                each tenant is charged what is computed for it
+a batch runs        run_batch                each tenant is charged, sealed tenants' slots are noted
 memory is short     patches.retraction       who was over its share gives first
 """
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang_ext.namespace import SYSTEM_OWNER, parse
+from sglang_ext.namespace import SYSTEM_OWNER, is_sealed, parse
 from sglang_ext.patches.hooks import Hook
 from sglang_ext.tenancy.backlog import Backlog
 from sglang_ext.tenancy.fairness import OUTPUT_WEIGHT, QUANTUM_TOKENS, FairShares, Waiting
@@ -218,6 +218,15 @@ class TenantScheduling:
         for tenant, amount in tokens.items():
             self.shares.charge(tenant, amount)
 
+    def note_sealed(self, batch: Any) -> None:
+        """Have what ``batch`` writes for sealed owners zeroed when it is freed. O(rows).
+
+        Rows of others in the same batch are zeroed as well: that costs less than telling which.
+        """
+        sealing = self.cache.sealing
+        if sealing is not None and any(is_sealed(self.ticket(req).owner) for req in batch.reqs):
+            sealing.in_hbm(batch.out_cache_loc)
+
     def publish(self, waiting: list[Any]) -> None:
         """Publish the gauges, on the rank that has metrics and at most once a second."""
         if self.metrics is not None and self.metrics.due(_METRICS_SECONDS):
@@ -247,6 +256,7 @@ def scheduling_hooks(scheduling: TenantScheduling) -> list[Hook]:
         original: Callable[..., Any], scheduler: Any, batch: Any, pp_proxy_tensors: Any = None
     ) -> Any:
         scheduling.charge(batch)
+        scheduling.note_sealed(batch)
         return original(scheduler, batch, pp_proxy_tensors)
 
     def update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.registry import (
     create_unified_radix_cache,
     get_radix_cache_factory,
@@ -23,6 +24,7 @@ from sglang_ext.radix.component import TenantFullComponent
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.tree_core import TenantTreeCore
 from sglang_ext.residency import Residency, lifetimes
+from sglang_ext.sealing import Sealing
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tenancy.units import SizeUnit
@@ -75,6 +77,8 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
         ctx, cache_class=lambda params: TenantRadixCache(params, public)
     )
     if active.has_policy():
+        cache.sealing = _sealing(ctx, cache)
+        cache.sealing.check(active.policy())
         cache.limit(quota_books(active.policy(), cache))
         cache.store = tenant_store(ctx, cache, active.policy())
         cache.residency = residency(active.policy(), cache)
@@ -113,6 +117,19 @@ def watermark(policy: Policy, cache: TenantRadixCache) -> int:
         raise PolicyError("tiers.hbm.watermark", f"{problem}; expected a percentage or tokens")
     capacity = int(cache.token_to_kv_pool_allocator.size)
     return size.to_tokens(capacity, token_bytes * cache.tp_world_size)
+
+
+def _sealing(ctx: Any, cache: TenantRadixCache) -> Sealing:
+    """Return what follows sealed pages; on a GPU, zeroing them waits for the batch in flight."""
+    runner = ctx.tp_worker.model_runner
+
+    def settle() -> None:
+        module = torch.get_device_module(runner.device)
+        module.current_stream().wait_stream(runner.forward_stream)
+
+    on_cpu = torch.device(runner.device).type == "cpu"
+    speculative = ctx.server_args.speculative_algorithm is not None
+    return Sealing(cache, speculative=speculative, settle=(lambda: None) if on_cpu else settle)
 
 
 def _refuse_unsupported(ctx: Any, public: PublicPrefixes) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "Namespace",
     "frame",
     "is_framed",
+    "is_sealed",
     "parse",
     "shares_public",
     "tenant_owner",
@@ -42,13 +43,18 @@ def tenant_owner(tenant: TenantId) -> Owner:
     return Owner(f"t:{tenant}")
 
 
-def shares_public(owner: Owner) -> bool:
-    """Tell whether an owner's text may be public; a sealed tenant computes even that for itself.
+def is_sealed(owner: Owner) -> bool:
+    """Tell whether an owner's pages are zeroed when freed, encrypted below, and named to nobody.
 
     The owner's name alone decides, so that a request in flight keeps its answer when a policy
     changes.
     """
-    return not owner.startswith("s:")
+    return owner.startswith("s:")
+
+
+def shares_public(owner: Owner) -> bool:
+    """Tell whether an owner's text may be public; a sealed tenant computes even that for itself."""
+    return not is_sealed(owner)
 
 
 SYSTEM_OWNER = tenant_owner(SYSTEM_TENANT)

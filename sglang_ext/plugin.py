@@ -28,6 +28,7 @@ def register() -> None:
     from sglang_ext.patches.refusal_status import refusal_status_hooks
     from sglang_ext.patches.schedule_policy import offer_tenant_fair
     from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
+    from sglang_ext.patches.sealed_pages import sealed_pages_hooks
     from sglang_ext.patches.shutdown import shutdown_hooks
     from sglang_ext.patches.tokenizer_manager import identity_hooks
     from sglang_ext.patches.trace_attributes import trace_hooks
@@ -45,6 +46,7 @@ def register() -> None:
             *admin_channel_hooks({**OPERATIONS, **policy_operations()}),
             *refusal_status_hooks(),
             *scheduler_hooks(active.policy(), _scheduler_metrics),
+            *sealed_pages_hooks(),
             *shutdown_hooks(),
             *trace_hooks(by_tier),
             *weight_update_hooks(),

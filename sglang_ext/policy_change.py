@@ -80,6 +80,8 @@ class _Changes:
 
 
 def _prepare(policy: Policy, cache: Any) -> _Prepared:
+    if cache.sealing is not None:
+        cache.sealing.check(policy)
     books = quota_books(policy, cache)
     check_books(cache, books)
     return _Prepared(

@@ -12,7 +12,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from sglang_ext.fetching import FetchingCache
 from sglang_ext.lifespans import Lifespans
-from sglang_ext.namespace import parse
+from sglang_ext.namespace import is_sealed, parse
 from sglang_ext.pins import PinAnswer, Pins
 from sglang_ext.quotas import Quotas
 from sglang_ext.radix.clock import SharedClock
@@ -26,6 +26,7 @@ from sglang_ext.radix.victims import Eviction
 from sglang_ext.removal import Flushed
 from sglang_ext.request_tag import NO_TAG, RequestTag
 from sglang_ext.residency import Residency
+from sglang_ext.sealing import Sealing
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tiering.token_time import TokenTime
@@ -48,6 +49,8 @@ class TenantRadixCache(FetchingCache):
     """What moves pages down as they age; None: they leave only when room is needed."""
     lifespans: Lifespans | None = None
     """What ends pages at a time of their own; None: no request and no policy can give them one."""
+    sealing: Sealing | None = None
+    """What has pages of sealed owners zeroed; None: there are none."""
 
     def __init__(self, params: Any, public: PublicPrefixes | None = None) -> None:
         self.pins = Pins(self)
@@ -194,7 +197,19 @@ class TenantRadixCache(FetchingCache):
             if self._quotas.enforce(node.owner, Tier.CPU, tokens):
                 return None
             with self._quotas.requested_by({node.owner: tokens}, Tier.CPU):
-                return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+                slots = super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+        if self.sealing is not None and is_sealed(node.owner):
+            self.sealing.in_cpu(slots)
+        return slots
+
+    def load_back(self, node_id: int, mem_quota: int | None = None, req: Any = None) -> bool:
+        loaded: bool = super().load_back(node_id, mem_quota, req)
+        node = self.tree_core.node_by_id(node_id)
+        if loaded and self.sealing is not None and is_sealed(node.owner):
+            self.sealing.in_hbm(
+                self.tree_core.collect_full_device_indices(node_id, self.root_node_handle())
+            )
+        return loaded
 
     @contextmanager
     def _keeping_copy(self, node_id: int) -> Iterator[None]:

@@ -10,7 +10,7 @@ TenantId = NewType("TenantId", str)
 """A tenant's name as the policy file writes it."""
 
 Owner = NewType("Owner", str)
-"""Who owns a run of pages: ``t:<tenant>``, ``g:<sharing group>``, or PUBLIC."""
+"""Who owns a run of pages: ``t:<tenant>``, ``s:<sealed tenant>``, ``g:<sharing group>``, PUBLIC."""
 
 PUBLIC = Owner("")
 """Owner of the runs that every tenant may share."""

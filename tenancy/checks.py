@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from sglang_ext.errors import PolicyError
+from sglang_ext.namespace import is_sealed
 from sglang_ext.tenancy.fields import did_you_mean, wrong
 from sglang_ext.tenancy.policy import Isolation, Policy, TenantPolicy, TierSizes, TiersPolicy
 from sglang_ext.tenancy.units import Size, SizeUnit
@@ -19,6 +20,7 @@ def check_policy(policy: Policy) -> None:
     """Refuse a policy whose fields, each right by itself, contradict each other."""
     _check_tiers(policy.tiers)
     _check_master_key(policy)
+    _check_sealed_metrics(policy)
     for tenant in policy.tenants.values():
         _check_isolation(tenant, policy)
         _check_reserve_within_quota(tenant, policy.tiers)
@@ -40,9 +42,18 @@ def _check_master_key(policy: Policy) -> None:
     nvme = policy.tiers.nvme
     asking = [tenant.name for tenant in policy.tenants.values() if tenant.encrypted]
     if asking and nvme is not None and nvme.master_key is None:
-        expected = "expected a file of mode 0600 or env:NAME"
-        problem = f"missing, tenants.{asking[0]} is encrypted: {expected}"
+        tenant = policy.tenants[asking[0]]
+        why = "encrypted" if tenant.encrypt else tenant.isolation
+        expected = "expected a file of mode 0600 or env:NAME (openssl rand -hex 32)"
+        problem = f"missing, tenants.{tenant.name} is {why}: {expected}"
         raise PolicyError("tiers.nvme.master_key", problem)
+
+
+def _check_sealed_metrics(policy: Policy) -> None:
+    sealed = [tenant.name for tenant in policy.tenants.values() if is_sealed(tenant.owner)]
+    if sealed and policy.metrics.public:
+        problem = f"found true, expected false: everybody would see what tenants.{sealed[0]} uses,"
+        raise PolicyError("metrics.public", f"{problem} which is sealed")
 
 
 def _check_isolation(tenant: TenantPolicy, policy: Policy) -> None:
@@ -125,7 +136,9 @@ def _check_groups(policy: Policy) -> None:
 
 
 def _check_reserves_fit(policy: Policy) -> None:
-    owners = {tenant.owner: tenant for tenant in policy.tenants.values()}
+    # A dedicated tenant has pools of its own, in which its own quota bounds its floor.
+    shared = (one for one in policy.tenants.values() if one.isolation is not Isolation.DEDICATED)
+    owners = {tenant.owner: tenant for tenant in shared}
     for tier in _SIZED_TIERS:
         sizes = [_size(tenant.reserve, tier) for tenant in owners.values()]
         parts = [_part(size, policy.tiers, tier) for size in sizes if size is not None]

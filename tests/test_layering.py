@@ -25,6 +25,7 @@ _IMPORT_SGLANG = {
     "sglang_ext/prefix_flush.py",
     "sglang_ext/public_prefixes.py",
     "sglang_ext/quotas.py",
+    "sglang_ext/sealing.py",
     "sglang_ext/sessions.py",
     "sglang_ext/tiers.py",
     "sglang_ext/tokenizer_metrics.py",

@@ -15,7 +15,7 @@ page without an owner is never written; to be read, it is looked for among the o
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from sglang_ext.errors import StoreError, UnsupportedError
+from sglang_ext.namespace import is_sealed
 from sglang_ext.tiering.caps import Caps
 from sglang_ext.tiering.encryption import KeyRing, master_key
 from sglang_ext.tiering.nvme_store import NvmeStore, StoreConfig
@@ -63,6 +64,8 @@ class ExtStorage(HiCacheStorage):
         self._encrypted: frozenset[Owner] = frozenset()
         self._keys: KeyRing | None = None
         self._store: NvmeStore | None = None
+        self.before_sealed_read: Callable[[torch.Tensor], None] = lambda slots: None
+        """Called with the slots of the host pool that are about to get pages of sealed owners."""
 
     @property
     def store(self) -> NvmeStore:
@@ -163,8 +166,7 @@ class ExtStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Read pages into the host pool; False for each that must be computed instead."""
-        pages = self._pages(host_indices)
-        return self._read(keys, pages)
+        return self._read(keys, self._pages(host_indices), host_indices)
 
     def batch_set_v1(
         self,
@@ -224,8 +226,12 @@ class ExtStorage(HiCacheStorage):
         if self._store is not None:
             self._store.close()
 
-    def _read(self, keys: list[str], pages: Sequence[torch.Tensor]) -> list[bool]:
+    def _read(
+        self, keys: list[str], pages: Sequence[torch.Tensor], slots: torch.Tensor | None = None
+    ) -> list[bool]:
         refs = self._refs(keys)
+        if slots is not None and any(ref is not None and is_sealed(ref.owner) for ref in refs):
+            self.before_sealed_read(slots)
         places = [place for place, ref in enumerate(refs) if ref is not None]
 
         def deliver(index: int, body: memoryview) -> None:
@@ -237,7 +243,7 @@ class ExtStorage(HiCacheStorage):
 
     def _write(self, keys: list[str], pages: Sequence[torch.Tensor]) -> list[bool]:
         with self._owners_lock:
-            owners = [self._owners.get(key) for key in keys]
+            owners = [self._writer(self._owners.get(key)) for key in keys]
         places = [place for place, owner in enumerate(owners) if owner is not None]
 
         def fill(index: int, body: memoryview) -> None:
@@ -251,6 +257,12 @@ class ExtStorage(HiCacheStorage):
         ]
         stored = self.store.put_batch(refs, [self._page_bytes] * len(refs), fill)
         return _spread(len(keys), places, stored)
+
+    def _writer(self, owner: Owner | None) -> Owner | None:
+        """Return who may write: a sealed owner that left the policy has no key, and never does."""
+        if owner is not None and is_sealed(owner) and owner not in self._encrypted:
+            return None
+        return owner
 
     def _refs(self, keys: list[str]) -> list[PageRef | None]:
         """Return whose pages these are; None where no owner here has such a page."""

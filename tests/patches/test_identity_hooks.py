@@ -239,7 +239,7 @@ def _queued(**fields: Any) -> Any:
         ("a/x", "t:a"),
         ("s/x", "g:team"),
         ("x", "t:system"),
-        ("nobody/x", "t:nobody"),
+        ("nobody/x", "s:nobody"),
         ("a", "t:system"),
         ("/a", "t:system"),
     ],
@@ -248,6 +248,25 @@ def test_an_embedding_gets_the_owner_of_its_id(rid: str, owner: str) -> None:
     assert parse(_queued(rid=rid).extra_key) == (owner, "", "", "")
     adapted = _queued(rid=rid, extra_key="f" * 32, lora_id="f" * 32)
     assert parse(adapted.extra_key) == (owner, "", "", "f" * 32)
+
+
+@pytest.mark.parametrize(("level", "owner"), [("private", "t:a"), ("sealed", "s:a")])
+def test_the_last_embeddings_of_a_tenant_that_left_belong_to_who_it_was(
+    level: str, owner: str
+) -> None:
+    """They are removed with everything else that it owned."""
+    policies = [
+        parse_policy(f"version: 1\ntenants: {tenants}")
+        for tenants in (f"{{a: {{isolation: {level}}}}}", "{b: {}}")
+    ]
+    (hook,) = (hook for hook in namespace_hooks(lambda: policies[0]) if "queue" in hook.target)
+    keys = []
+    for _ in range(3):
+        request = SimpleNamespace(extra_key=None, lora_id=None, rid="a/x")
+        hook.function(lambda *_: None, "scheduler", request)
+        keys.append(parse(request.extra_key).owner)
+        policies.reverse()
+    assert keys == [owner] * 3
 
 
 @pytest.mark.parametrize("once", ["", "f" * 32])

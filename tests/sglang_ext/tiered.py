@@ -89,7 +89,11 @@ class TieredRig(Rig):
 
 @contextmanager
 def tiered(
-    folder: Path | None = None, public: list[list[int]] | None = None, cpu: int = CPU
+    folder: Path | None = None,
+    public: list[list[int]] | None = None,
+    cpu: int = CPU,
+    tenants: str = "a: {}, b: {}",
+    master_key: str | None = None,
 ) -> Iterator[TieredRig]:
     """Yield a rig with HBM and ``cpu`` tokens of CPU, and with the NVMe tier in ``folder``."""
     enable_hicache()
@@ -101,6 +105,7 @@ def tiered(
         "weights_hash": "w",
         "depth": 2,
         "prefetch_threshold": PAGE,
+        **({} if master_key is None else {"master_key": master_key}),
     }
     storage = {
         "hicache_storage_backend": "dynamic",
@@ -122,7 +127,7 @@ def tiered(
         params = _params()
         cache = TenantRadixCache(params, PublicPrefixes(public or [], PAGE))
         cache.init_hicache(server_args, params)
-        policy = parse_policy("version: 1\ntenants: {a: {}, b: {}}")
+        policy = parse_policy(f"version: 1\ntenants: {{{tenants}}}")
         if folder is not None:
             backend = cache.cache_controller.storage_backend
             cache.store = TenantStore(backend, policy, lambda: "other weights")

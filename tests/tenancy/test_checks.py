@@ -175,16 +175,29 @@ def test_the_reserve_of_a_group_counts_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "tenant", ["encrypt: true", "isolation: sealed", "isolation: dedicated, gpus: [1]"]
+    ("tenant", "why"),
+    [
+        ("encrypt: true", "encrypted"),
+        ("isolation: sealed", "sealed"),
+        ("isolation: dedicated, gpus: [1]", "dedicated"),
+    ],
 )
-def test_encrypted_pages_need_a_master_key(tenant: str) -> None:
+def test_encrypted_pages_need_a_master_key(tenant: str, why: str) -> None:
     tenants = f"tenants: {{a: {{}}, b: {{{tenant}}}}}\n"
-    expected = "tiers.nvme.master_key: missing, tenants.b is encrypted: expected a file"
+    expected = f"tiers.nvme.master_key: missing, tenants.b is {why}: expected a file"
     assert message(DISK + tenants).startswith(expected)
     keyed = DISK.replace("path: /kv", "path: /kv, master_key: /key")
     policy = parse(keyed + tenants)
     assert policy.encrypted_owners == {policy.tenants[TenantId("b")].owner}
     assert parse(tenants).tiers.nvme is None, "without a disk there is nothing to encrypt"
+
+
+def test_metrics_for_everybody_would_show_a_sealed_tenant() -> None:
+    public = "metrics: {public: true}\n"
+    text = message(public + "tenants: {a: {}, b: {isolation: sealed}}")
+    assert text.startswith("metrics.public: found true, expected false: everybody would see what")
+    assert "tenants.b" in text
+    assert parse(public + "tenants: {a: {}}").metrics.public
 
 
 def test_one_member_is_enough_to_encrypt_its_group() -> None:
