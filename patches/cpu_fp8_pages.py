@@ -7,8 +7,9 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.errors import ScalesError, UnsupportedError
+from sglang_ext.patches.cpu_fp8_writer import Fp8Writer
 from sglang_ext.tiering.folding import Folding
-from sglang_ext.tiering.quantizer import FORMATS, Format, quantize
+from sglang_ext.tiering.quantizer import FORMATS, Format
 from sglang_ext.tiering.scales import LayerChannels, Scales
 from sglang_ext.tiering.scales_in_force import scales_in_force
 
@@ -21,16 +22,14 @@ class Fp8Layer:
     """One calibrated layer of one rank: what it stores, and how attention reads it."""
 
     def __init__(self, channels: LayerChannels, format: Format, query_heads: int) -> None:
-        self._channels, self._format = channels, format
+        self._keys = Fp8Writer(channels.keys, format)
+        self._values = Fp8Writer(channels.values, format)
         folding = Folding(channels.keys, channels.values, query_heads)
         self.query, self.output = folding.query, folding.output
 
     def codes(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the pool stores for new rows [tokens, KV heads, dim]: FP8 of that shape."""
-        return (
-            quantize(keys, self._channels.keys, self._format).codes,
-            quantize(values, self._channels.values, self._format).codes,
-        )
+        return self._keys.codes(keys), self._values.codes(values)
 
 
 def fp8_layers(runner: Any) -> dict[int, Fp8Layer]:

@@ -25,7 +25,7 @@ __all__ = ["build_library", "load_library"]
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / f"cpu_{name}_kernel.cpp" for name in ("attention", "extend", "ops")]
+_SOURCES = [_FOLDER / f"cpu_{name}_kernel.cpp" for name in ("attention", "extend", "fp8", "ops")]
 _HEADER = _FOLDER / "cpu_kernels_common.h"
 _FLAGS = [
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp"),

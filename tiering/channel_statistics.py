@@ -11,11 +11,12 @@ HEADROOM = 0.5
 
 
 class ChannelStatistics:
-    """Running minimum, maximum and mean of each channel of K or V, over any number of tokens."""
+    """Running extremes and moments of each channel of K or V, over any number of tokens."""
 
     def __init__(self, heads: int, dim: int) -> None:
         self.tokens = 0
         self._sum = torch.zeros(heads, dim, dtype=torch.float64)
+        self._squares = torch.zeros(heads, dim, dtype=torch.float64)
         self._lowest = torch.full((heads, dim), torch.inf)
         self._highest = torch.full((heads, dim), -torch.inf)
 
@@ -25,6 +26,7 @@ class ChannelStatistics:
         rows = rows.float()
         self.tokens += rows.shape[0]
         self._sum += rows.double().sum(dim=0)
+        self._squares += rows.double().square().sum(dim=0)
         self._lowest = torch.minimum(self._lowest, rows.amin(dim=0))
         self._highest = torch.maximum(self._highest, rows.amax(dim=0))
 
@@ -41,3 +43,9 @@ class ChannelStatistics:
         exponent = torch.ceil(torch.log2(reach / (format.largest * HEADROOM)))
         scale = torch.where(reach > 0, torch.exp2(exponent), torch.ones_like(reach))
         return Channels(scale, mean)
+
+    def power(self, channels: Channels) -> torch.Tensor:
+        """Return each channel's mean square in the normalised domain, float64 [heads, dim]."""
+        mean, mu = self._sum / self.tokens, channels.mean.double()
+        square = self._squares / self.tokens - 2 * mu * mean + mu.square()
+        return square / channels.scale.double().square()

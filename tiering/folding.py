@@ -26,6 +26,7 @@ class Folding:
             channels.repeat_interleave(group, dim=0)
             for channels in (keys.scale, keys.mean, values.scale, values.mean)
         )
+        self._centred_values = bool(values.mean.any())
 
     def query(self, query: torch.Tensor) -> torch.Tensor:
         """Return ``q s_k`` for query [tokens, query heads, dim], in its dtype; exact in bf16."""
@@ -44,6 +45,8 @@ class Folding:
 
         ``shift`` is ``sum_t p[t] c[t]``, float32 [tokens, query heads], where V has token shifts.
         """
+        if shift is None and not self._centred_values:
+            return output * self._value_scale.to(output.dtype)
         normal = output.float()
         if shift is not None:
             normal = normal + shift.unsqueeze(-1)

@@ -8,6 +8,8 @@ plain FP8 pages.
 - ``s`` is a power of two, so that ``q s`` in bf16 is exact. A floating format loses nothing by it.
 - ``mu`` is what removes error: a float's error is relative to its size, so a channel that lies far
   from zero wastes its bits on the offset.
+- K may also be rounded with error feedback (``feedback.py``): each channel's error is handed on to
+  channels that are still to be rounded, so that the errors cancel in the logits.
 - E5M2 overflows to infinity and E4M3 to NaN or 448, depending on torch and device, so values are
   clamped here, and calibration leaves headroom for tokens that it has not seen.
 
@@ -16,12 +18,15 @@ smallest normal number), for ``n = (x - mu) / s - b`` inside the range:
 
     |q - n| <= max(|n| 2^-(m+1), u / 2)        E4M3: m = 3, u = 2^-9; E5M2: m = 2, u = 2^-16
 
-times ``s`` for ``x``, plus the rounding of float32 arithmetic (``error_bound``).
+times ``s`` for ``x``, plus the rounding of float32 arithmetic (``error_bound``). With error
+feedback a single channel may be further off.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from sglang_ext.tiering.feedback import Feedback, round_in_turn
 
 __all__ = [
     "E4M3",
@@ -63,10 +68,14 @@ _ROUNDINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What all tokens share in one layer's K or V: ``scale``, ``mean``, float32 [heads, dim]."""
+    """What all tokens share in one layer's K or V: ``scale``, ``mean``, float32 [heads, dim].
+
+    With ``feedback`` the rounding errors of channels cancel; else each is rounded by itself.
+    """
 
     scale: torch.Tensor
     mean: torch.Tensor
+    feedback: Feedback | None = None
 
     @classmethod
     def neutral(cls, heads: int, dim: int) -> "Channels":
@@ -75,7 +84,8 @@ class Channels:
 
     def heads(self, heads: slice) -> "Channels":
         """Those of some heads."""
-        return Channels(self.scale[heads], self.mean[heads])
+        feedback = self.feedback and self.feedback.heads(heads)
+        return Channels(self.scale[heads], self.mean[heads], feedback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +109,13 @@ def quantize(
     shift = normal.mean(dim=-1) if per_token else None
     if shift is not None:
         normal -= shift.unsqueeze(-1)
-    codes = normal.clamp_(-format.largest, format.largest).to(format.dtype)
-    return Quantized(codes, shift)
+    if channels.feedback is not None:
+        normal = round_in_turn(normal, channels.feedback, lambda x: _codes(x, format).float())
+    return Quantized(_codes(normal, format), shift)
+
+
+def _codes(normal: torch.Tensor, format: Format) -> torch.Tensor:
+    return normal.clamp(-format.largest, format.largest).to(format.dtype)
 
 
 def dequantize(quantized: Quantized, channels: Channels) -> torch.Tensor:
@@ -116,7 +131,8 @@ def error_bound(
 ) -> torch.Tensor:
     """Return how far ``dequantize`` may lie from ``rows``, value by value (the formula above).
 
-    A clamped value may also be off by as much as it lies outside the range.
+    A clamped value may also be off by as much as it lies outside the range. Not for channels with
+    feedback.
     """
     normal = (rows.float() - channels.mean) / channels.scale
     shift = torch.zeros(1) if quantized.shift is None else quantized.shift.unsqueeze(-1)

@@ -1,12 +1,13 @@
 """The file of calibrated FP8 scales: whose weights it belongs to, and each layer's channels.
 
 A safetensors file: tensors ``layers.<n>.key.scale``, ``.key.mean``, ``.value.scale``,
-``.value.mean`` (float32 [KV heads, dim], all heads of the model, before it is cut into ranks), and
-as metadata what the file is for. A file of other weights is refused: its means would be wrong, and
-wrong means are wrong answers.
+``.value.mean`` (float32 [KV heads, dim], all heads of the model, before it is cut into ranks),
+where there is error feedback ``.order`` and ``.spread`` (as in ``feedback.py``), and as metadata
+what the file is for. A file of other weights is refused: its means would be wrong, and wrong means
+are wrong answers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from safetensors.torch import save_file
 from xxhash import xxh3_128
 
 from sglang_ext.errors import ScalesError
+from sglang_ext.tiering.feedback import Feedback
 from sglang_ext.tiering.quantizer import FORMATS, Channels, Format
 
 __all__ = ["LayerChannels", "Scales", "checkpoint_hash", "load_scales", "save_scales"]
 
-_VERSION = "1"
+_VERSION = "2"
 _MADE_BY = "make one with: sglang-ext calibrate --model-path MODEL --out FILE"
 _BLOCK_BYTES = 16 << 20
 
@@ -86,10 +88,10 @@ def checkpoint_hash(folder: Path) -> str:
 def save_scales(path: Path, scales: Scales) -> None:
     """Write ``scales`` to ``path``, over what was there; raise ``ScalesError`` when that fails."""
     tensors = {
-        f"layers.{number}.{which}.{part}": getattr(channels, part).contiguous().clone()
+        f"layers.{number}.{which}.{part}": tensor.contiguous().clone()
         for number, layer in scales.layers.items()
         for which, channels in (("key", layer.keys), ("value", layer.values))
-        for part in ("scale", "mean")
+        for part, tensor in _parts(channels)
     }
     metadata = {
         "sglang_ext_scales": _VERSION,
@@ -103,6 +105,14 @@ def save_scales(path: Path, scales: Scales) -> None:
         partial.replace(path)
     except (OSError, SafetensorError) as error:
         raise ScalesError(f"{path}: could not be written: {error}") from None
+
+
+def _parts(channels: Channels) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "scale", channels.scale
+    yield "mean", channels.mean
+    if channels.feedback is not None:
+        yield "order", channels.feedback.order
+        yield "spread", channels.feedback.spread
 
 
 def load_scales(path: Path, *, weights: str | None = None, format: Format | None = None) -> Scales:
@@ -160,4 +170,20 @@ def _channels(tensors: Mapping[str, torch.Tensor], prefix: str) -> Channels:
         raise ValueError(
             f"{prefix} has a scale that is no power of two, or a mean that is not finite"
         )
-    return Channels(scale, mean)
+    return Channels(scale, mean, _feedback(tensors, prefix, scale.shape))
+
+
+def _feedback(
+    tensors: Mapping[str, torch.Tensor], prefix: str, shape: torch.Size
+) -> Feedback | None:
+    if f"{prefix}.order" not in tensors and f"{prefix}.spread" not in tensors:
+        return None
+    order, spread = tensors[f"{prefix}.order"], tensors[f"{prefix}.spread"]
+    if order.shape != shape or spread.shape != (*shape, shape[-1]):
+        raise ValueError(f"{prefix} has an order or a spread of another shape than its scale")
+    every = torch.arange(shape[-1]).expand(shape)
+    if not torch.equal(order.sort(dim=-1).values, every) or not bool(torch.isfinite(spread).all()):
+        raise ValueError(f"{prefix} has an order that misses a channel, or a spread not finite")
+    if bool(spread.tril().any()):
+        raise ValueError(f"{prefix} has a spread to channels that are already rounded")
+    return Feedback(order, spread)

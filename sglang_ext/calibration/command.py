@@ -56,11 +56,13 @@ def _show(measured: "Measured", out: Path) -> None:
 
     console = Console(highlight=False)
     table = Table(
-        "format", "scheme", "loss", "95 % interval", title="Perplexity over that of bf16 pages"
+        *("format", "scheme", "loss", "95 % interval", "moved, nats"),
+        title="Perplexity over that of bf16 pages, and how far the predictions move",
     )
     for loss in measured.losses:
         interval = f"{loss.low:+.2f} to {loss.high:+.2f} %"
-        table.add_row(loss.format.name, loss.scheme.name, f"{loss.percent:+.2f} %", interval)
+        moved = f"{loss.divergence:.5f}"
+        table.add_row(loss.format.name, loss.scheme.name, f"{loss.percent:+.2f} %", interval, moved)
     console.print(table)
     layers = Table("layer", "K", "V", title="Error of each layer, over its own size")
     for layer, (of_keys, of_values) in measured.layer_errors.items():

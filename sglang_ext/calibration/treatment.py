@@ -21,10 +21,13 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.errors import UnsupportedError
 
-__all__ = ["Treatment", "load_model", "token_losses", "treated"]
+__all__ = ["Treatment", "load_model", "logits_of", "treated"]
 
-Treatment = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes a layer's number, K and V [tokens, KV heads, dim], and returns K and V to attend to."""
+Treatment = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
+"""Takes a layer's number, Q [tokens, query heads, dim], K and V [tokens, KV heads, dim], and
+returns K and V to attend to."""
 
 _ATTENTION = "sglang_ext_treated"
 _treatments: list[Treatment] = []
@@ -57,10 +60,10 @@ def treated(treatment: Treatment) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def token_losses(model: PreTrainedModel, chunk: torch.Tensor) -> torch.Tensor:
-    """Return the negative log-likelihood, nats, of ``chunk``'s tokens [tokens] but the first."""
-    logits = model(chunk.unsqueeze(0), use_cache=False).logits[0, :-1]
-    return torch.nn.functional.cross_entropy(logits.float(), chunk[1:], reduction="none")
+def logits_of(model: PreTrainedModel, chunk: torch.Tensor) -> torch.Tensor:
+    """Return what the model expects after each token of ``chunk``: float32 [tokens, vocabulary]."""
+    logits: torch.Tensor = model(chunk.unsqueeze(0), use_cache=False).logits[0]
+    return logits.float()
 
 
 def _attend(
@@ -73,7 +76,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' own attention, over treated K and V [1, KV heads, tokens, dim]."""
     for treatment in _treatments:
-        rows = treatment(module.layer_idx, *(x[0].transpose(0, 1) for x in (key, value)))
+        rows = treatment(module.layer_idx, *(x[0].transpose(0, 1) for x in (query, key, value)))
         key, value = (x.transpose(0, 1).unsqueeze(0).to(query.dtype) for x in rows)
     output: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, *args, **kwargs

@@ -5,17 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_ext.calibration.measure import (
-    SCHEMES,
-    Loss,
-    Measured,
-    calibrate,
-    choose,
-    default_text,
-)
+from sglang_ext.calibration.measure import Loss, Measured, calibrate, choose, default_text
+from sglang_ext.calibration.schemes import SCHEMES
 from sglang_ext.cli import main
 from sglang_ext.errors import ScalesError, UnsupportedError
-from sglang_ext.tiering.quantizer import E4M3, E5M2
+from sglang_ext.tiering.quantizer import E4M3, E5M2, Format
 from sglang_ext.tiering.scales import checkpoint_hash, load_scales
 from tests.tiny_models import tiny_llama, tiny_mla
 
@@ -37,7 +31,7 @@ def test_every_format_and_scheme_is_measured(measured: Measured) -> None:
         (format, scheme) for format in (E4M3, E5M2) for scheme in SCHEMES
     ]
     assert all(loss.low <= loss.percent <= loss.high for loss in measured.losses)
-    assert all(loss.percent != 0 for loss in measured.losses)
+    assert all(loss.percent != 0 and loss.divergence > 0 for loss in measured.losses)
     assert measured.tokens == _TOKENS
 
 
@@ -50,17 +44,19 @@ def test_every_layer_has_channels_and_an_error_like_the_formats(measured: Measur
         assert all(half_step / 10 < error < half_step for error in errors)
 
 
-def _loss(percent: float, scheme: int = 0) -> Loss:
-    return Loss(E4M3, SCHEMES[scheme], percent, percent, percent)
+def _loss(divergence: float, scheme: int = 0, format: Format = E4M3) -> Loss:
+    return Loss(format, SCHEMES[scheme], 1.0, 0.0, 2.0, divergence)
 
 
 def test_the_simplest_of_equals_is_chosen_and_none_that_costs_attention() -> None:
-    assert choose([_loss(0.52), _loss(0.5, 1), _loss(0.9, 2), _loss(0.1, -1)], None) == _loss(0.52)
-    assert choose([_loss(0.9), _loss(0.5, 1), _loss(0.49, 2)], None) == _loss(0.5, 1)
+    losses = [_loss(0.52), _loss(0.5, 1), _loss(0.9, 2), _loss(0.1, -1)]
+    assert choose(losses, None) == losses[0]
+    losses = [_loss(0.9), _loss(0.5, 1), _loss(0.49, 2)]
+    assert choose(losses, None) == losses[1]
 
 
 def test_a_format_that_is_asked_for_is_chosen() -> None:
-    coarse = Loss(E5M2, SCHEMES[0], 2.0, 1.0, 3.0)
+    coarse = _loss(2.0, format=E5M2)
     assert choose([_loss(0.5), coarse], E5M2) == coarse
 
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_ext.errors import ScalesError
+from sglang_ext.tiering.feedback import Feedback
 from sglang_ext.tiering.quantizer import E4M3, E5M2, Channels
 from sglang_ext.tiering.scales import (
     LayerChannels,
@@ -23,9 +24,16 @@ def _channels(seed: int) -> Channels:
     return Channels(torch.exp2(exponents.float()), torch.randn(2, 8, generator=generator))
 
 
+def _with_feedback(channels: Channels) -> Channels:
+    order = torch.stack([torch.randperm(8), torch.randperm(8)])
+    feedback = Feedback(order, torch.randn(2, 8, 8).triu(1))
+    return Channels(channels.scale, channels.mean, feedback)
+
+
 @pytest.fixture
 def scales() -> Scales:
     layers = {n: LayerChannels(_channels(n), _channels(n + 100)) for n in (0, 3, 11)}
+    layers[3] = LayerChannels(_with_feedback(_channels(3)), _channels(103))
     return Scales(E4M3, "toy", "abc", layers)
 
 
@@ -44,6 +52,11 @@ def test_what_was_written_is_read(path: Path, scales: Scales) -> None:
         assert torch.equal(read.layers[number].keys.mean, layer.keys.mean)
         assert torch.equal(read.layers[number].values.scale, layer.values.scale)
         assert torch.equal(read.layers[number].values.mean, layer.values.mean)
+    assert read.layers[0].keys.feedback is None
+    found, written = read.layers[3].keys.feedback, scales.layers[3].keys.feedback
+    assert found is not None and written is not None
+    assert torch.equal(found.order, written.order)
+    assert torch.equal(found.spread, written.spread)
 
 
 def test_writing_leaves_nothing_beside_the_file(path: Path) -> None:
@@ -68,7 +81,7 @@ def _rewrite(path: Path, name: str, tensor: torch.Tensor | None) -> None:
     tensors.pop(name, None)
     if tensor is not None:
         tensors[name] = tensor
-    metadata = {"sglang_ext_scales": "1", "format": "fp8_e4m3", "model": "toy", "weights": "abc"}
+    metadata = {"sglang_ext_scales": "2", "format": "fp8_e4m3", "model": "toy", "weights": "abc"}
     save_file(tensors, path, metadata)
 
 
@@ -80,6 +93,13 @@ def _rewrite(path: Path, name: str, tensor: torch.Tensor | None) -> None:
         ("layers.3.key.scale", torch.zeros(2, 8), "no power of two"),
         ("layers.3.key.mean", torch.full((2, 8), torch.nan), "not finite"),
         ("layers.3.key.mean", torch.zeros(2, 4), "shapes"),
+        ("layers.3.key.order", None, "layers.3.key.order"),
+        ("layers.3.key.spread", None, "layers.3.key.spread"),
+        ("layers.3.key.order", torch.zeros(2, 8, dtype=torch.int64), "misses a channel"),
+        ("layers.3.key.order", torch.arange(8).unsqueeze(0), "another shape"),
+        ("layers.3.key.spread", torch.zeros(2, 8, 4), "another shape"),
+        ("layers.3.key.spread", torch.full((2, 8, 8), torch.nan), "not finite"),
+        ("layers.3.key.spread", torch.ones(2, 8, 8), "already rounded"),
         ("layers.x.key.mean", torch.zeros(2, 8), "damaged"),
         ("other", torch.zeros(1), "damaged"),
     ],

@@ -1,0 +1,116 @@
+"""The schemes of FP8 pages that calibration compares, and each layer's channels under one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from sglang_ext.calibration.treatment import Treatment, logits_of, treated
+from sglang_ext.tiering.channel_statistics import ChannelStatistics
+from sglang_ext.tiering.feedback import QueryStatistics, learn_feedback
+from sglang_ext.tiering.quantizer import Channels, Format, dequantize, quantize
+from sglang_ext.tiering.scales import LayerChannels
+
+__all__ = ["SCHEMES", "LayerStatistics", "Scheme", "as_bf16", "layers_of", "learn", "quantized"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What of ``x = s (q + b) + mu`` is used, and whether K is rounded with error feedback."""
+
+    name: str
+    scaled: bool = False
+    mean_of_keys: bool = False
+    mean_of_values: bool = False
+    feedback: bool = False
+    per_token: bool = False
+
+
+SCHEMES = (
+    Scheme("plain cast"),
+    Scheme("mean of K", scaled=True, mean_of_keys=True),
+    Scheme("mean of K and V", scaled=True, mean_of_keys=True, mean_of_values=True),
+    Scheme("feedback", scaled=True, feedback=True),
+    Scheme("mean of K, feedback", scaled=True, mean_of_keys=True, feedback=True),
+    Scheme("mean of K, token shift", scaled=True, mean_of_keys=True, per_token=True),
+)
+"""From the simplest on; all but the plain cast have scales. All but the token shift are free for every kernel that reads pages."""
+
+
+class LayerStatistics:
+    """What the calibration text showed of one layer's queries, keys and values."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        _, heads, dim = keys.shape
+        self.queries = QueryStatistics(heads, dim)
+        self.keys, self.values = ChannelStatistics(heads, dim), ChannelStatistics(heads, dim)
+
+    def channels(self, format: Format, scheme: Scheme) -> LayerChannels:
+        """Return the layer's channels under ``scheme``."""
+        keys = _channels(self.keys, format, scheme.scaled, scheme.mean_of_keys)
+        values = _channels(self.values, format, scheme.scaled, scheme.mean_of_values)
+        if scheme.feedback:
+            moment, power = self.queries.second_moment(), self.keys.power(keys)
+            keys = Channels(keys.scale, keys.mean, learn_feedback(moment, keys.scale, power))
+        return LayerChannels(keys, values)
+
+
+def learn(model: PreTrainedModel, chunks: Sequence[torch.Tensor]) -> dict[int, LayerStatistics]:
+    """Run the model over ``chunks`` [tokens] and return the statistics of each layer."""
+    statistics: dict[int, LayerStatistics] = {}
+
+    def watch(
+        layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in statistics:
+            statistics[layer] = LayerStatistics(keys)
+        of_layer = statistics[layer]
+        of_layer.queries.add(queries)
+        of_layer.keys.add(keys)
+        of_layer.values.add(values)
+        return keys, values
+
+    with treated(watch):
+        for chunk in chunks:
+            logits_of(model, chunk)
+    return statistics
+
+
+def layers_of(
+    statistics: Mapping[int, LayerStatistics], format: Format, scheme: Scheme
+) -> dict[int, LayerChannels]:
+    """Return every layer's channels under ``scheme``."""
+    return {number: layer.channels(format, scheme) for number, layer in statistics.items()}
+
+
+def as_bf16(
+    _layer: int, _queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The treatment that bfloat16 pages are."""
+    return keys.bfloat16(), values.bfloat16()
+
+
+def quantized(
+    layers: Mapping[int, LayerChannels], format: Format, *, per_token: bool = False
+) -> Treatment:
+    """Return the treatment that FP8 pages with these channels are."""
+
+    def there_and_back(rows: torch.Tensor, channels: Channels) -> torch.Tensor:
+        codes = quantize(rows.bfloat16(), channels, format, per_token=per_token)
+        return dequantize(codes, channels)
+
+    def treatment(
+        layer: int, _queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_layer = layers[layer]
+        return there_and_back(keys, of_layer.keys), there_and_back(values, of_layer.values)
+
+    return treatment
+
+
+def _channels(
+    statistics: ChannelStatistics, format: Format, scaled: bool, centred: bool
+) -> Channels:
+    channels = statistics.channels(format, centred=centred)
+    return channels if scaled else Channels.neutral(*channels.scale.shape)
