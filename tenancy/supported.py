@@ -22,18 +22,7 @@ class NotYet:
     """Only these values are missing; empty: the whole field, with all fields below it."""
 
 
-_ISOLATION = {"sealed": "sealed tenants", "dedicated": "dedicated engines"}
-
-NOT_YET = (
-    NotYet("tiers.remote", "the remote tier"),
-    NotYet("tenants.*.gpus", "dedicated engines"),
-    NotYet("tenants.*.engine", "dedicated engines"),
-    *(
-        NotYet(path, feature, frozenset({value}))
-        for path in ("defaults.isolation", "tenants.*.isolation")
-        for value, feature in _ISOLATION.items()
-    ),
-)
+NOT_YET = (NotYet("tiers.remote", "the remote tier"),)
 
 
 def refuse_unsupported(data: object) -> None:

@@ -60,8 +60,8 @@ def test_every_row_is_refused(row: NotYet) -> None:
 
 def test_parser_refuses_before_it_reads_the_value() -> None:
     with pytest.raises(PolicyError) as caught:
-        parse_policy("version: 1\ntenants: {acme: {gpus: nonsense}}")
-    expected = "tenants.acme.gpus: not supported yet (comes with dedicated engines)"
+        parse_policy("version: 1\ntiers: {remote: nonsense}")
+    expected = "tiers.remote: not supported yet (comes with the remote tier)"
     assert str(caught.value) == expected
 
 
