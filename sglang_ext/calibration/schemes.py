@@ -35,7 +35,8 @@ SCHEMES = (
     Scheme("mean of K, feedback", scaled=True, mean_of_keys=True, feedback=True),
     Scheme("mean of K, token shift", scaled=True, mean_of_keys=True, per_token=True),
 )
-"""From the simplest on; all but the plain cast have scales. All but the token shift are free for every kernel that reads pages."""
+"""From the simplest on. All but the plain cast have scales; all but the token shift are free for
+every kernel that reads pages."""
 
 
 class LayerStatistics:
