@@ -40,7 +40,7 @@ _HOP_BY_HOP = frozenset(
         *("upgrade", "proxy-authenticate", "proxy-authorization"),
     }
 )
-_NOT_SENT = _HOP_BY_HOP | {"host", "content-length", "expect", "x-forwarded-for"}
+_NOT_SENT = _HOP_BY_HOP | {"content-length", "expect", "x-forwarded-for"}
 _NOT_SENT |= {"forwarded", "x-forwarded-proto", SECRET_HEADER.decode()}
 # The gateway's own server writes these two.
 _NOT_RETURNED = _HOP_BY_HOP | {"date", "server"}

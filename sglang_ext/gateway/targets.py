@@ -18,6 +18,8 @@ OWN = frozenset(
     {
         *("/health", "/health_generate", "/ready", "/ping", "/metrics", "/metrics/"),
         *("/ext/v1/engines", "/ext/v1/policy", "/ext/v1/flush"),
+        # Not answered at all: an engine takes it from the gateway alone.
+        "/ext/v1/engine/policy",
     }
 )
 """What the gateway answers itself, beside the tenants of the policy."""

@@ -9,6 +9,7 @@ import pytest
 
 from sglang_ext.gateway.life import State
 from sglang_ext.gateway.place import OnlyGateway, Place
+from sglang_ext.gateway.policy_steps import STEP_ROUTE
 from tests.gateway.upstreams import SECRET, Echo, Front, Scope, dead_url, engine, front, listening
 
 Test = Callable[[Front, Echo, Echo], Coroutine[Any, Any, None]]
@@ -55,6 +56,18 @@ def test_without_a_key_nothing_reaches_an_engine() -> None:
             answer = await gateway.send("POST", "/generate", headers=headers)
             assert answer.status_code == 401
         assert (await gateway.send("GET", "/ext/v1/engines")).status_code == 403
+        assert not shared.seen
+        assert not bank.seen
+
+    two_engines(test)
+
+
+def test_the_steps_of_a_change_are_the_gateways_own() -> None:
+    async def test(gateway: Front, shared: Echo, bank: Echo) -> None:
+        for path in (STEP_ROUTE, STEP_ROUTE.replace("/policy", "%2Fpolicy")):
+            for headers in ({}, {"x-engine": "bank"}):
+                answer = await gateway.send("POST", path, "key-admin", headers=headers)
+                assert answer.status_code == 404
         assert not shared.seen
         assert not bank.seen
 

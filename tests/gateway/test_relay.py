@@ -38,6 +38,8 @@ def test_a_request_arrives_as_it_was_sent() -> None:
         headers = got["headers"]
         assert headers["authorization"] == "Bearer key-a"
         assert headers["x-session-id"] == "chat"
+        # A redirect of the engine has to lead back here.
+        assert headers["host"] == gateway.url.removeprefix("http://")
         assert headers["x-forwarded-for"] == "127.0.0.1"
         assert headers["x-sglang-ext-gateway"] == SECRET
         assert "x-hop" not in headers
