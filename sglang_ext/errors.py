@@ -6,6 +6,7 @@ SglangExtError                 catch this one
 ├── HookError                  a hook on SGLang that did not apply; the server must not start
 ├── DemoModelError             the demo model could not be fetched or converted
 ├── FolderError                there is no folder to keep files in
+├── PlanError                  a model, trace or cluster that cannot be planned with
 ├── ScalesError                a file of FP8 scales that cannot be made, read or used
 ├── ServerError                a running server did not answer, or refused to
 ├── StoreError                 the folder of the NVMe tier could not be opened
@@ -20,6 +21,7 @@ __all__ = [
     "FolderError",
     "HookError",
     "KeyRingError",
+    "PlanError",
     "PolicyError",
     "ScalesError",
     "ServerError",
@@ -57,6 +59,10 @@ class HookError(SglangExtError):
 
 class FolderError(SglangExtError):
     """There is no folder to keep files in."""
+
+
+class PlanError(SglangExtError):
+    """A model, trace or cluster cannot be planned with: what is missing or does not fit."""
 
 
 class DemoModelError(SglangExtError):

@@ -168,8 +168,8 @@ def _report(
     for name, runs in found.items():
         good = [run for run in runs if "error" not in run]
         report.runs += [_without_times(run) for run in runs]
-        wrong = {"error": runs[-1]["error"]} if runs else {"error": "not measured"}
-        report.figures[name] = summary.of_engine(good) if good else wrong
+        error = runs[-1].get("error") if runs else "not measured"
+        report.figures[name] = summary.of_engine(good) if good else {"error": error}
     add_bars(report, setting, found)
     print_table(report, names)
     return report.finish(options.json)

@@ -1,0 +1,98 @@
+"""What a simulation came to: hits by tier and tenant, times, what was recomputed, what binds."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from sglang_ext.plan.simulator import Load, Served
+from sglang_ext.types import Tier
+
+__all__ = ["Outcome", "quantile"]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest of the sorted values that at least ``share`` of them do not exceed."""
+    return ordered[max(0, ceil(len(ordered) * share) - 1)] if ordered else 0.0
+
+
+@dataclass
+class Outcome:
+    """Sums over all requests, in tokens and seconds; ``add`` each as it ends."""
+
+    ttft: list[float] = field(default_factory=list)
+    prompt: Counter[str] = field(default_factory=Counter)
+    found: defaultdict[str, Counter[Tier]] = field(default_factory=lambda: defaultdict(Counter))
+    known: Counter[str] = field(default_factory=Counter)
+    recomputed: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
+    end: float = 0.0
+    load: Load = field(default_factory=Load)
+
+    @classmethod
+    def of(cls, served: Iterable[Served], load: Load) -> "Outcome":
+        """Take in all requests of a run; ``load`` is what the same run reports of its engine."""
+        outcome = cls(load=load)
+        for each in served:
+            outcome.add(each)
+        outcome.ttft.sort()
+        return outcome
+
+    def add(self, served: Served) -> None:
+        """Take in one request."""
+        request = served.request
+        self.ttft.append(served.ttft)
+        self.prompt[request.tenant] += request.prompt
+        self.known[request.tenant] += served.known
+        self.recomputed[request.tenant] += served.recomputed
+        for tier, tokens in served.found.items():
+            self.found[request.tenant][tier] += tokens
+        self.answers += request.answer
+        self.end = max(self.end, served.end)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Recomputed tokens over known ones, all tenants together."""
+        return self.recomputed.total() / max(1, self.known.total())
+
+    @property
+    def ceiling(self) -> float:
+        """The hit rate of a cache that forgets nothing."""
+        return self.known.total() / max(1, self.prompt.total())
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt tokens that were not computed."""
+        return sum(self.hits(tier) for tier in Tier)
+
+    def hits(self, tier: Tier, tenant: str | None = None) -> float:
+        """Return the share of prompt tokens that came from ``tier``, of one tenant or of all."""
+        tenants = self.found if tenant is None else (tenant,)
+        tokens = sum(self.found[name][tier] for name in tenants)
+        prompt = self.prompt.total() if tenant is None else self.prompt[tenant]
+        return tokens / max(1, prompt)
+
+    def ttft_quantile(self, share: float) -> float:
+        """Return a quantile of the time to the first token, in seconds."""
+        return quantile(self.ttft, share)
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens a second."""
+        return self.answers / self.end if self.end else 0.0
+
+    def busy(self) -> dict[str, float]:
+        """Return what share of the time each constraint was at work."""
+        end = self.end or 1.0
+        return {
+            "computing prompts": self.load.prefill / end,
+            "waiting for room in HBM": self.load.no_room / end,
+            "waiting for a place in the batch": self.load.no_place / end,
+            "reading the disk": self.load.disk / end,
+        }
+
+    @property
+    def binds(self) -> str:
+        """The constraint that was at work most."""
+        busy = self.busy()
+        return max(busy, key=lambda name: busy[name])

@@ -1,0 +1,128 @@
+"""The four published rows of the reference workload, and the simulator's beside them.
+
+Published: chat over retrieved documents on 8 H200 with a 72B model in FP8; throughput, TTFT p50 and
+p99, and the share of prefill recomputed, of four systems. Not published: how many users there were,
+how long they paused, how long answers were, how much memory a cache had, and what each system costs
+a request besides its kernels. So these are assumptions, the same for all rows but the two that tell
+systems apart: how many tokens each keeps (``tokens``), chosen so that the recomputed share fits,
+and what a request costs (``request_seconds``), chosen so that TTFT p50 fits. Throughput and p99
+follow. That is a check of whether one set of assumptions is consistent with all four rows, not a
+measurement of any system.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sglang_ext.plan.hardware import GPUS, Cluster, Efficiency, Model
+from sglang_ext.plan.outcome import Outcome
+from sglang_ext.plan.requests import rag_requests
+from sglang_ext.plan.simulator import Load, simulate
+from sglang_ext.plan.tiers import Sizes, TierStack
+from sglang_ext.plan.workload import RagShape, RagTraffic, rag_turns
+
+__all__ = ["ASSUMPTIONS", "CELLS", "ROWS", "Assumptions", "Row", "cluster_72b", "simulate_row"]
+
+_QWEN_72B = {
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 29568,
+    "vocab_size": 152064,
+}
+
+CELLS = ("throughput, tok/s", "TTFT p50, ms", "TTFT p99, ms", "recomputed, %")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A published row, and what is assumed of its system alone."""
+
+    system: str
+    published: tuple[float, float, float, float]
+    tokens: dict[str, int]
+    """Tokens of KV that each tier keeps: hbm, cpu, nvme."""
+    request_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What is assumed of all rows."""
+
+    clients: int
+    conversations: int
+    traffic: RagTraffic
+    efficiency: Efficiency
+    block: int = 100
+
+
+def cluster_72b(efficiency: Efficiency) -> Cluster:
+    """Return a dense 72B model (Qwen2.5's shape) with FP8 weights and pages on 8 H200."""
+    model = Model.from_config(_QWEN_72B)
+    return Cluster(
+        gpu=GPUS["h200"],
+        gpus=8,
+        model=model,
+        weight_bytes=1.0,
+        kv_number_bytes=1.0,
+        efficiency=efficiency,
+    )
+
+
+ASSUMPTIONS = Assumptions(
+    clients=24,
+    conversations=2_000,
+    traffic=RagTraffic(conversations=2_000, tenants=20, documents=400, think=300.0, idle=3_000.0),
+    efficiency=Efficiency(),
+)
+
+ROWS = (
+    Row(
+        system="vLLM, prefix caching",
+        published=(2_100, 210, 720, 38),
+        tokens={"hbm": 2_000_000},
+        request_seconds=0.1,
+    ),
+    Row(
+        system="SGLang, RadixAttention",
+        published=(2_650, 140, 510, 17),
+        tokens={"hbm": 4_000_000},
+        request_seconds=0.05,
+    ),
+    Row(
+        system="vLLM + LMCache, CPU and NVMe",
+        published=(2_450, 160, 430, 11),
+        tokens={"hbm": 2_000_000, "cpu": 4_000_000},
+        request_seconds=0.08,
+    ),
+    Row(
+        system="vLLM + LMCache, distributed",
+        published=(2_380, 180, 480, 6),
+        tokens={"hbm": 2_000_000, "cpu": 6_000_000},
+        request_seconds=0.1,
+    ),
+)
+
+
+def simulate_row(row: Row, assumed: Assumptions = ASSUMPTIONS, seed: int = 0) -> Outcome:
+    """Play the reference workload with what is assumed of one system."""
+    efficiency = replace(assumed.efficiency, request_seconds=row.request_seconds)
+    cluster = cluster_72b(efficiency)
+    sizes = Sizes(**row.tokens, kv_bytes=cluster.kv_bytes, block=assumed.block)
+    turns = rag_turns(RagShape(), assumed.traffic, seed)
+    requests = rag_requests(turns, 1.0, assumed.block)
+    load = Load()
+    served = simulate(requests, cluster, TierStack(sizes), clients=assumed.clients, load=load)
+    return Outcome.of(served, load)
+
+
+def errors(row: Row, outcome: Outcome) -> Iterator[tuple[str, float, float, float]]:
+    """Yield name, published, simulated and relative error of each cell."""
+    simulated = (
+        outcome.output_rate,
+        outcome.ttft_quantile(0.5) * 1e3,
+        outcome.ttft_quantile(0.99) * 1e3,
+        outcome.recomputed_share * 100,
+    )
+    for name, published, found in zip(CELLS, row.published, simulated, strict=True):
+        yield name, published, found, found / published - 1

@@ -1,0 +1,122 @@
+"""What the simulator plays: requests whose prompt is a row of blocks, named by their content.
+
+A block's name stands for its tokens and all before it, so that two prompts share blocks exactly as
+far as they are equal. The last block of a prompt may be partly filled.
+"""
+
+import csv
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_ext.errors import PlanError
+from sglang_ext.plan.workload import Piece, Turn
+
+__all__ = ["PlanRequest", "azure_requests", "mooncake_requests", "rag_requests"]
+
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+class PlanRequest(NamedTuple):
+    """One request: arrival in seconds, ``blocks`` of its prompt, and what it adds to them."""
+
+    at: float
+    tenant: str
+    conversation: int
+    blocks: "array[int]"
+    prompt: int
+    """Tokens."""
+    answer: int
+    answer_blocks: "array[int]"
+    """Whole blocks of prompt and answer together that come after those of the prompt."""
+
+
+def rag_requests(turns: Iterable[Turn], rate: float, block: int) -> Iterator[PlanRequest]:
+    """Yield the turns of a workload at ``rate`` requests a second, in blocks of ``block`` tokens.
+
+    Every length should be a multiple of ``block``; a shorter rest of a piece is dropped.
+    """
+    names: dict[tuple[int, str, int], int] = {}
+    texts: dict[int, array[int]] = {}
+    for turn in turns:
+        text = texts.setdefault(turn.conversation, array("q"))
+        for piece in turn.new:
+            _append(text, piece, block, names)
+        blocks = text[:]
+        answer = Piece(f"answer/{turn.conversation}/{turn.number}", turn.answer)
+        _append(text, answer, block, names)
+        yield PlanRequest(
+            at=turn.at / rate,
+            tenant=turn.tenant,
+            conversation=turn.conversation,
+            blocks=blocks,
+            prompt=len(blocks) * block,
+            answer=turn.answer,
+            answer_blocks=text[len(blocks) :],
+        )
+
+
+def _append(
+    text: "array[int]", piece: Piece, block: int, names: dict[tuple[int, str, int], int]
+) -> None:
+    before = text[-1] if text else -1
+    for number in range(piece.tokens // block):
+        before = names.setdefault((before, piece.name, number), len(names))
+        text.append(before)
+
+
+def mooncake_requests(path: Path, tenants: int = 1) -> Iterator[PlanRequest]:
+    """Yield a Mooncake trace: JSON lines with milliseconds, lengths and block hashes of 512 tokens.
+
+    It has no tenants. Here every conversation belongs to the tenant that its second block names
+    (the first is the same system prompt nearly everywhere), modulo ``tenants``: so that requests
+    that share more than the system prompt are one tenant's. Raises PlanError for another file.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield _mooncake(json.loads(line), tenants)
+            except (ValueError, KeyError, TypeError) as error:
+                problem = f"{path}:{number}: no request of a Mooncake trace ({error!r})"
+                raise PlanError(problem) from None
+
+
+def _mooncake(row: dict[str, object], tenants: int) -> PlanRequest:
+    blocks = array("q", row["hash_ids"])  # type: ignore[arg-type]
+    mark = blocks[min(1, len(blocks) - 1)] if blocks else 0
+    return PlanRequest(
+        at=float(row["timestamp"]) / 1e3,  # type: ignore[arg-type]
+        tenant=f"t{mark % tenants}",
+        conversation=mark,
+        blocks=blocks,
+        prompt=int(row["input_length"]),  # type: ignore[call-overload]
+        answer=int(row["output_length"]),  # type: ignore[call-overload]
+        answer_blocks=array("q"),
+    )
+
+
+def azure_requests(path: Path, turns: Iterable[Turn], block: int) -> Iterator[PlanRequest]:
+    """Yield the turns of a workload at the arrivals of an Azure trace, as many as it has.
+
+    The trace says when requests came and how long they were, not what they shared: arrivals and
+    lengths of answers are its own, prompts those of the workload.
+    """
+    arrivals = _azure_arrivals(path)
+    for request, (at, answer) in zip(rag_requests(turns, 1.0, block), arrivals, strict=False):
+        yield request._replace(at=at, answer=answer)
+
+
+def _azure_arrivals(path: Path) -> Iterator[tuple[float, int]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        first: datetime | None = None
+        for row in csv.DictReader(file):
+            try:
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                answer = max(1, int(row["GeneratedTokens"]))
+            except (KeyError, ValueError, TypeError) as error:
+                raise PlanError(f"{path}: no row of an Azure trace ({error!r})") from None
+            first = first or at
+            yield (at - first).total_seconds(), answer

@@ -1,0 +1,179 @@
+"""One tier of a simulated engine: the real tree, ledger, quotas and ages over a pool of nothing.
+
+A unit stands for a block of tokens; the tree counts units, and no tensor holds anything. Each tier
+has a tree of its own, since pages are copied down when they are computed and leave each tier by its
+own order: so a tier holds what the real one would, and its ledger says whose it is.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from sglang_ext.cache_backend import BACKEND, register_backend
+from sglang_ext.namespace import frame
+from sglang_ext.prefix_cache import TenantRadixCache
+from sglang_ext.radix.clock import SharedClock
+from sglang_ext.radix.component import TenantFullComponent
+from sglang_ext.residency import Residency
+from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.tiering.placement import Lifetime
+from sglang_ext.types import Owner, Tier
+
+__all__ = ["SimulatedTier"]
+
+_NOTHING = torch.zeros(1 << 16, dtype=torch.int64)
+"""Stands for all indices of slots: they are cut and counted, never read."""
+
+
+class _Pool:
+    """Counts slots, as SGLang's allocator of them does, and hands out none."""
+
+    page_size = 1
+    device = "cpu"
+    dtype = torch.bfloat16
+
+    def __init__(self, size: int) -> None:
+        self.size = self.size_full = self._free = size
+
+    def available_size(self) -> int:
+        return self._free
+
+    def schedulable_available_size(self) -> int:
+        return self._free
+
+    def alloc(self, count: int) -> torch.Tensor:
+        self._free -= count
+        return _NOTHING[:count]
+
+    def free(self, slots: torch.Tensor) -> None:
+        self._free += slots.numel()
+
+    def free_segment(self, slots: torch.Tensor, start_pos: int = 0) -> None:
+        self._free += slots.numel()
+
+    def get_kvcache(self) -> Any:
+        return SimpleNamespace(store_dtype=torch.bfloat16, page_size=1)
+
+
+class SimulatedTier:
+    """Holds ``units`` units. ``now_ms`` is the virtual clock that pages age by."""
+
+    def __init__(
+        self,
+        units: int,
+        now_ms: Callable[[], int],
+        book: QuotaBook | None = None,
+        unit_tokens: int = 1,
+        lifetimes: Mapping[Owner, Lifetime] | None = None,
+    ) -> None:
+        """``book`` counts in tokens, of which a unit has ``unit_tokens``.
+
+        ``lifetimes`` are those of this tier alone: their ``hbm_ms`` is what counts.
+        """
+        self._pool = _Pool(units)
+        self._cache = _make_cache(self._pool)
+        self._cache.clock = self._cache.tree_core.clock = SharedClock(read=now_ms)
+        if book is not None:
+            self._cache.limit([_in_units(book, unit_tokens)])
+        if lifetimes is not None:
+            self._cache.residency = Residency(self._cache, lifetimes)
+
+    @property
+    def capacity(self) -> int:
+        """Units in all."""
+        return self._pool.size
+
+    @property
+    def free(self) -> int:
+        """Units that hold nothing."""
+        return self._pool.available_size()
+
+    @property
+    def evictions(self) -> Mapping[Any, int]:
+        """Units evicted by owner, tier and reason, as the tree counts them."""
+        return self._cache.evictions
+
+    def tick(self) -> None:
+        """Let pages age. O(1) within a tenth of a second, else O(owners + freed)."""
+        self._cache.tick()
+
+    def held(self, owner: Owner) -> int:
+        """Return what ``owner`` holds here, from the ledger."""
+        return self._cache.ledger.usage(owner, Tier.HBM).tokens
+
+    def find(self, owner: Owner, text: "array[int]") -> int:
+        """Return how many units of ``text`` are here from its beginning on, and use them."""
+        found = self._cache.match_prefix(MatchPrefixParams(key=RadixKey(text, frame(owner))))
+        return int(found.device_prefix_len)
+
+    def put(self, owner: Owner, text: "array[int]") -> bool:
+        """Put ``text`` here; the next victims make room. False where too little may go."""
+        cache, size = self._cache, len(text)
+        key = RadixKey(text, frame(owner))
+        found = cache.match_prefix(MatchPrefixParams(key=key))
+        missing = size - int(found.device_prefix_len)
+        if missing <= 0:
+            return True
+        lock = cache.inc_lock_ref(found.last_device_node)
+        try:
+            if not self._make_room(owner, missing):
+                return False
+            self._pool.alloc(missing)
+        finally:
+            cache.dec_lock_ref(found.last_device_node, lock.to_dec_params())
+        present = size - missing
+        cache.insert(InsertParams(key=key, value=_NOTHING[:size], prev_prefix_len=present))
+        return True
+
+    def lock(self, owner: Owner, text: "array[int]") -> Callable[[], None]:
+        """Keep what is here of ``text`` until the returned function is called."""
+        cache = self._cache
+        found = cache.match_prefix(MatchPrefixParams(key=RadixKey(text, frame(owner))))
+        node = found.last_device_node
+        lock = cache.inc_lock_ref(node).to_dec_params()
+        return lambda: cache.dec_lock_ref(node, lock) and None
+
+    def _make_room(self, owner: Owner, missing: int) -> bool:
+        lacking = missing - self._pool.available_size()
+        if lacking > 0:
+            with self._cache.as_requester([owner]):
+                self._cache.evict(EvictParams(num_tokens=lacking))
+        return self._pool.available_size() >= missing
+
+
+def _make_cache(pool: _Pool) -> TenantRadixCache:
+    register_backend()
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=pool,
+        page_size=1,
+        tree_components=(ComponentType.FULL,),
+        tree_core_backend=BACKEND,
+    )
+    params.component_registry_override = {ComponentType.FULL: TenantFullComponent}
+    return TenantRadixCache(params)
+
+
+def _in_units(book: QuotaBook, unit_tokens: int) -> Any:
+    """Return the book with all sizes in units; a tier's own tree is all "HBM" to itself."""
+
+    def limits(owner: Owner) -> Any:
+        found = book.limits(owner)
+        quota = None if found.quota is None else found.quota // unit_tokens
+        return replace(found, quota=quota, reserve=found.reserve // unit_tokens)
+
+    return SimpleNamespace(
+        tier=Tier.HBM,
+        limits=limits,
+        capacity=book.capacity // unit_tokens,
+        reserved=sum(limits(owner).reserve for owner in book.owners),
+    )
