@@ -258,6 +258,17 @@ def test_an_engine_that_ends_in_its_answer_is_noticed() -> None:
     run(test)
 
 
+def test_an_engine_that_listens_and_is_not_ready_is_not_asked() -> None:
+    async def test() -> None:
+        echo = Echo()
+        async with listening(echo) as url, front(engine("shared", url, ready=False)) as gateway:
+            answer = await gateway.send("POST", "/generate", content=b"{}")
+        assert answer.status_code == 503
+        assert not echo.seen
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("path", "where"),
     [
