@@ -18,6 +18,7 @@ from sglang_ext.gateway.supervisor import Engine
 __all__ = ["Answer", "FanOut", "passed_on", "together"]
 
 _MOST_BYTES = 2**22
+_ONE_FILE = "/ext/v1/usage/export"
 _SECONDS = 400.0
 """The longest that a route of ours may take: a tenant's last requests, and what they hold."""
 
@@ -92,10 +93,12 @@ class FanOut:
         if down:
             raise ServerError(f"engine {down[0]} is not running now; nothing was done")
         headers = passed_on(scope)
-        answers = await self.all(
-            engines, scope["method"], request_target(scope), headers=headers, body=body
-        )
-        return together(answers)
+        question = (scope["method"], request_target(scope))
+        if scope["path"] == _ONE_FILE:
+            # All engines write into it, and each answers with what is in it once its own is.
+            in_turn = [await self.ask(one, *question, headers=headers) for one in engines]
+            return _first_refusal(in_turn) or in_turn[-1]
+        return together(await self.all(engines, *question, headers=headers, body=body))
 
 
 _PASSED_ON = ("authorization", "x-api-key", "content-type", "accept", "if-match")
@@ -120,13 +123,20 @@ async def _whole(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> 
 
 def together(answers: Sequence[Answer]) -> Answer:
     """Return one answer out of several; the first that refuses speaks for all."""
-    refused = [answer for answer in answers if answer.status >= 400]
-    if refused:
-        return refused[0]
+    refused = _first_refusal(answers)
+    if refused is not None:
+        return refused
     if any("json" not in answer.content_type for answer in answers):
         return answers[-1]
     whole = reduce(merged, (_named(answer) for answer in answers))
+    if isinstance(whole, dict) and isinstance(whole.get("sessions"), list):
+        # Conversations come last used first, whichever engine they are in.
+        whole["sessions"].sort(key=lambda row: row["idle_seconds"])
     return answers[0]._replace(body=json.dumps(whole).encode())
+
+
+def _first_refusal(answers: Sequence[Answer]) -> Answer | None:
+    return next((answer for answer in answers if answer.status >= 400), None)
 
 
 def _named(answer: Answer) -> Any:

@@ -157,12 +157,14 @@ def test_the_operators_questions_are_asked_of_all() -> None:
         tree={"ranks": [{"runs_total": 1}]},
         flush={"ranks": [{"freed": 1}]},
         metrics="# HELP x X.\n# TYPE x gauge\nx 1.0\n",
+        export={"usage": ["whole file"]},
     )
     bank = Answers(
         usage={"tenants": {"bank": {"sessions": 2}, "system": {"sessions": 0}}},
         tree={"ranks": [{"runs_total": 5}]},
         flush={"ranks": [{"freed": 2}]},
         metrics='# HELP x X.\n# TYPE x gauge\nx{y="1"} 2.0\n',
+        export={"usage": ["whole file"]},
     )
 
     async def test(gateway: Front) -> None:
@@ -177,6 +179,9 @@ def test_the_operators_questions_are_asked_of_all() -> None:
             {"engine": "shared", "runs_total": 1},
             {"engine": "bank", "runs_total": 5},
         ]
+        bill = (await gateway.send("GET", "/ext/v1/usage/export", "key-admin")).json()
+        assert bill == {"usage": ["whole file"]}
+        assert (shared.asked.count("export"), bank.asked.count("export")) == (1, 1)
         page = (await gateway.send("GET", "/metrics", "key-admin")).text
         assert 'x{engine="shared"} 1.0\nx{engine="bank",y="1"} 2.0' in page
         everything = await gateway.send("POST", "/ext/v1/flush", "key-admin", json={"all": True})
@@ -238,5 +243,24 @@ def test_an_engine_answers_its_gateway_only() -> None:
                 raw = {name: value.encode("latin-1") for name, value in headers.items()}
                 answer = await gateway.client.get(url + "/v1/models", headers=raw)
                 assert answer.status_code == status, headers
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_replicas_answer_a_tenant_as_one() -> None:
+    async def run() -> None:
+        rows = [{"session": "old", "idle_seconds": 9.0}, {"session": "new", "idle_seconds": 1.0}]
+        engines = [
+            Answers(sessions={"tenant": "a", "total": 1, "sessions": [row]}, pins={"removed": 2})
+            for row in rows
+        ]
+        async with AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(listening(one)) for one in engines]
+            replicas = [engine(f"shared-{place}", url) for place, url in enumerate(urls)]
+            gateway = await stack.enter_async_context(front(*replicas))
+            listed = (await gateway.send("GET", "/ext/v1/sessions")).json()
+            assert listed == {"tenant": "a", "total": 2, "sessions": rows[::-1]}
+            removed = await gateway.send("DELETE", "/ext/v1/pins")
+            assert removed.json() == {"removed": 4}
 
     asyncio.run(asyncio.wait_for(run(), 30))
