@@ -157,7 +157,9 @@ def test_dedicated_tenant_has_an_engine_of_its_own() -> None:
     bank = tenant(policy, "bank")
     assert bank.gpus == (6, 7)
     assert bank.engine == EnginePolicy(
-        kv_cache_dtype=KvCacheDtype.BF16, kv_scales=Path("scales.safetensors")
+        kv_cache_dtype=KvCacheDtype.BF16,
+        kv_scales=Path("scales.safetensors"),
+        flags=("--tp", "2"),
     )
     assert tenant(policy, "acme").engine == policy.engine
 
