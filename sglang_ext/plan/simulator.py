@@ -157,14 +157,15 @@ class _Engine:
         place = self._next_place()
         waiting, request = self._waiting[place]
         self._tiers.tick(self.now)
-        placed = self._tiers.place(request)
+        known = self._tiers.known(request)
+        placed = self._tiers.place(request, known)
         if placed is None and self._decoding.ends:
             # No room until an answer ends. Alone, it is computed without being kept.
             self._blocked = "no_room"
             return
         del self._waiting[place]
         self._fair.observe({each.tenant for each, _ in self._waiting} | {waiting.tenant})
-        served = Served(request, known=self._tiers.known(request))
+        served = Served(request, known=known)
         release: Callable[[], None] = _nothing
         if placed is not None:
             served.found, release = placed.found, placed.release

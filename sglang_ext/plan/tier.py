@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
@@ -25,12 +25,23 @@ from sglang_ext.radix.component import TenantFullComponent
 from sglang_ext.residency import Residency
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tiering.placement import Lifetime
-from sglang_ext.types import Owner, Tier
+from sglang_ext.types import Owner, OwnerLimits, Tier
 
-__all__ = ["SimulatedTier"]
+__all__ = ["Held", "SimulatedTier"]
 
 _NOTHING = torch.zeros(1 << 16, dtype=torch.int64)
 """Stands for all indices of slots: they are cut and counted, never read."""
+
+
+_AHEAD = 100
+"""Room is made for a hundredth of the tier at once: the server keeps a watermark free."""
+
+
+class Held(NamedTuple):
+    """Units that were there before, and the function that ends the stay of the whole text."""
+
+    present: int
+    release: Callable[[], None]
 
 
 class _Pool:
@@ -81,6 +92,7 @@ class SimulatedTier:
         self._pool = _Pool(units)
         self._cache = _make_cache(self._pool)
         self._cache.clock = self._cache.tree_core.clock = SharedClock(read=now_ms)
+        self._limited = book is not None
         if book is not None:
             self._cache.limit([_in_units(book, unit_tokens)])
         if lifetimes is not None:
@@ -116,36 +128,55 @@ class SimulatedTier:
 
     def put(self, owner: Owner, text: "array[int]") -> bool:
         """Put ``text`` here; the next victims make room. False where too little may go."""
-        cache, size = self._cache, len(text)
         key = RadixKey(text, frame(owner))
-        found = cache.match_prefix(MatchPrefixParams(key=key))
-        missing = size - int(found.device_prefix_len)
+        present, node = self._match(key)
+        return self._insert(owner, key, present, node) is not None
+
+    def hold(self, owner: Owner, text: "array[int]") -> Held | None:
+        """Put ``text`` here and keep it; None, and nothing changed, where too little may go."""
+        key = RadixKey(text, frame(owner))
+        present, node = self._match(key)
+        last = self._insert(owner, key, present, node)
+        if last is None:
+            return None
+        cache, lock = self._cache, self._cache.inc_lock_ref(last).to_dec_params()
+
+        def release() -> None:
+            cache.dec_lock_ref(last, lock)
+
+        return Held(present, release)
+
+    def _match(self, key: RadixKey) -> tuple[int, Any]:
+        found = self._cache.match_prefix(MatchPrefixParams(key=key))
+        return int(found.device_prefix_len), found.last_device_node
+
+    def _insert(self, owner: Owner, key: RadixKey, present: int, node: Any) -> Any:
+        """Add what is missing behind ``present`` units; the last node, None: there is no room."""
+        missing = len(key) - present
         if missing <= 0:
+            return node
+        if not self._make_room(owner, missing, node):
+            return None
+        self._pool.alloc(missing)
+        value = _NOTHING[: len(key)]
+        return self._cache.insert(
+            InsertParams(key=key, value=value, prev_prefix_len=present)
+        ).last_device_node
+
+    def _make_room(self, owner: Owner, missing: int, node: Any) -> bool:
+        """Free what is missing, and some more at once, but nothing of the path to ``node``."""
+        cache, lacking = self._cache, missing - self._pool.available_size()
+        if lacking <= 0 and not self._limited:
             return True
-        lock = cache.inc_lock_ref(found.last_device_node)
-        try:
-            if not self._make_room(owner, missing):
-                return False
-            self._pool.alloc(missing)
-        finally:
-            cache.dec_lock_ref(found.last_device_node, lock.to_dec_params())
-        present = size - missing
-        cache.insert(InsertParams(key=key, value=_NOTHING[:size], prev_prefix_len=present))
-        return True
-
-    def lock(self, owner: Owner, text: "array[int]") -> Callable[[], None]:
-        """Keep what is here of ``text`` until the returned function is called."""
-        cache = self._cache
-        found = cache.match_prefix(MatchPrefixParams(key=RadixKey(text, frame(owner))))
-        node = found.last_device_node
         lock = cache.inc_lock_ref(node).to_dec_params()
-        return lambda: cache.dec_lock_ref(node, lock) and None
-
-    def _make_room(self, owner: Owner, missing: int) -> bool:
-        lacking = missing - self._pool.available_size()
-        if lacking > 0:
-            with self._cache.as_requester([owner]):
-                self._cache.evict(EvictParams(num_tokens=lacking))
+        with cache.as_requester([owner], {owner: missing} if self._limited else None):
+            if missing > self._pool.available_size():
+                ahead = self._pool.size // _AHEAD
+                cache.evict(EvictParams(num_tokens=max(lacking, ahead)))
+        cache.dec_lock_ref(node, lock)
+        if self._limited:
+            # What is inserted now counts as the tree's from here on.
+            cache.ledger.stop_running(owner, missing)
         return self._pool.available_size() >= missing
 
 
@@ -166,14 +197,15 @@ def _make_cache(pool: _Pool) -> TenantRadixCache:
 def _in_units(book: QuotaBook, unit_tokens: int) -> Any:
     """Return the book with all sizes in units; a tier's own tree is all "HBM" to itself."""
 
-    def limits(owner: Owner) -> Any:
-        found = book.limits(owner)
-        quota = None if found.quota is None else found.quota // unit_tokens
-        return replace(found, quota=quota, reserve=found.reserve // unit_tokens)
+    def in_units(limits: OwnerLimits) -> OwnerLimits:
+        quota = None if limits.quota is None else limits.quota // unit_tokens
+        return replace(limits, quota=quota, reserve=limits.reserve // unit_tokens)
 
+    owners = {owner: in_units(limits) for owner, limits in book.owners.items()}
     return SimpleNamespace(
         tier=Tier.HBM,
-        limits=limits,
+        owners=owners,
+        limits=lambda owner: owners.get(owner) or in_units(book.limits(owner)),
         capacity=book.capacity // unit_tokens,
-        reserved=sum(limits(owner).reserve for owner in book.owners),
+        reserved=sum(limits.reserve for limits in owners.values()),
     )

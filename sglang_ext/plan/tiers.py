@@ -115,24 +115,28 @@ class TierStack:
         known = self._known.setdefault(self.owner(request.tenant), _Known())
         return min(known.prefix(request.blocks) * self._sizes.block, request.prompt - 1)
 
-    def place(self, request: PlanRequest) -> Placed | None:
-        """Find a prompt, and give it room in HBM until it is released. None: there is none now."""
-        owner, text = self.owner(request.tenant), request.blocks
-        depth, found, choice = 0, dict[Tier, int](), dict[Tier, int]()
-        for tier, held in self.tiers.items():
-            units = held.find(owner, text)
-            if units <= depth:
-                continue
-            tokens = min(units * self._sizes.block, request.prompt - 1) - depth * self._sizes.block
-            if tier is not Tier.HBM:
-                if self._worth.choose(tier, tokens) is not Choice.LOAD:
-                    continue
-                choice[tier] = tokens
-            found[tier], depth = tokens, units
-        hbm = self.tiers[Tier.HBM]
-        if not hbm.put(owner, text):
+    def place(self, request: PlanRequest, known: int) -> Placed | None:
+        """Find a prompt, and give it room in HBM until it is released. None: there is none now.
+
+        Lower tiers are asked only where HBM has less than the ``known`` tokens: none has more.
+        """
+        owner, text, block = self.owner(request.tenant), request.blocks, self._sizes.block
+        held = self.tiers[Tier.HBM].hold(owner, text)
+        if held is None:
             return None
-        return Placed(found, choice, hbm.lock(owner, text))
+        found, choice = dict[Tier, int](), dict[Tier, int]()
+        reached = min(held.present * block, request.prompt - 1)
+        if reached:
+            found[Tier.HBM] = reached
+        for tier in (Tier.CPU, Tier.NVME):
+            if reached >= known or tier not in self.tiers:
+                continue
+            there = min(self.tiers[tier].find(owner, text) * block, request.prompt - 1)
+            more = there - reached
+            if more > 0 and self._worth.choose(tier, more) is Choice.LOAD:
+                found[tier] = choice[tier] = more
+                reached = there
+        return Placed(found, choice, held.release)
 
     def fetch(self, tokens: int, asked: float) -> float:
         """Return when so many tokens, asked for at a time, have come from the disk."""
@@ -156,19 +160,17 @@ class TierStack:
         self._worth.agree(self._worth.proposal())
 
     def computed(self, request: PlanRequest) -> None:
-        """Copy down what a request computed."""
-        self._keep(request.tenant, request.blocks)
+        """Take note that a prompt was computed: from now on it is known."""
+        owner = self.owner(request.tenant)
+        self._known.setdefault(owner, _Known()).blocks.update(request.blocks)
 
     def answered(self, request: PlanRequest) -> None:
-        """Keep the answer behind its prompt."""
+        """Keep the answer behind its prompt, and copy both down."""
+        owner, text = self.owner(request.tenant), request.blocks
         if request.answer_blocks:
-            text = request.blocks + request.answer_blocks
-            self.tiers[Tier.HBM].put(self.owner(request.tenant), text)
-            self._keep(request.tenant, text)
-
-    def _keep(self, tenant: str, text: "array[int]") -> None:
-        owner = self.owner(tenant)
-        self._known.setdefault(owner, _Known()).blocks.update(text)
+            text = text + request.answer_blocks
+            self._known[owner].blocks.update(request.answer_blocks)
+            self.tiers[Tier.HBM].put(owner, text)
         for tier, held in self.tiers.items():
             if tier is not Tier.HBM:
                 held.put(owner, text)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from sglang_ext.plan.hardware import GPUS, Cluster, Model
+from sglang_ext.plan.hardware import GPUS, Cluster, Efficiency, Model
+from sglang_ext.plan.published import cluster_72b
 from sglang_ext.plan.requests import PlanRequest, rag_requests
 from sglang_ext.plan.simulator import Served, simulate
 from sglang_ext.plan.tier import SimulatedTier
@@ -52,11 +53,12 @@ def test_a_tier_keeps_the_most_recent_and_counts_whose_it_is() -> None:
 
 def test_what_is_locked_stays_and_what_does_not_fit_is_refused() -> None:
     tier = SimulatedTier(4, lambda: 0)
-    tier.put(_A, array("q", [1, 2, 3]))
-    release = tier.lock(_A, array("q", [1, 2, 3]))
+    held = tier.hold(_A, array("q", [1, 2, 3]))
+    assert held is not None and held.present == 0
     assert not tier.put(_A, array("q", [7, 8]))
+    assert tier.hold(_A, array("q", [7, 8])) is None
     assert tier.find(_A, array("q", [1, 2, 3])) == 3
-    release()
+    held.release()
     assert tier.put(_A, array("q", [7, 8]))
 
 
@@ -85,10 +87,17 @@ def test_without_room_below_everything_known_beyond_it_is_recomputed() -> None:
 
 def test_a_lower_tier_gives_back_what_the_upper_lost() -> None:
     loop = [_request(float(at), range(at % 5 * 100, at % 5 * 100 + 50)) for at in range(20)]
-    served = _served(loop, hbm=1_000, cpu=1_500, nvme=100_000)
-    late = served[5:]
+    stack = TierStack(Sizes(block=10, hbm=1_000, cpu=1_500, nvme=100_000))
+    late = list(simulate(loop, cluster_72b(Efficiency()), stack))[5:]
     assert all(each.recomputed == 0 for each in late)
     assert all(each.found.keys() == {Tier.NVME} for each in late)
+
+
+def test_what_is_quicker_to_compute_than_to_load_is_computed() -> None:
+    loop = [_request(float(at), range(at % 5 * 100, at % 5 * 100 + 50)) for at in range(20)]
+    sizes = Sizes(block=10, hbm=1_000, cpu=1_500, nvme=100_000, disk_latency=10.0)
+    late = list(simulate(loop, cluster_72b(Efficiency()), TierStack(sizes)))[8:]
+    assert all(each.found == {} and each.recomputed == 499 for each in late)
 
 
 def test_one_at_a_time_waits_for_nobody() -> None:
