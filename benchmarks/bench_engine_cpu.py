@@ -1,7 +1,7 @@
 """Is an engine on a CPU fast enough to show what a cache is worth? Ours, torch_native and vLLM.
 
-The engines serve the demo model side by side, each with all cores while the others sleep, and take
-turns round by round. A prompt is a document of 1,024 tokens and a question of 76. A round asks
+The engines serve the demo model side by side, each with all cores while the others are stopped, and
+take turns round by round. A prompt is a document of 1,024 tokens and a question of 76. A round asks
 about a new document (cold), asks again (a hit), and lets 1, 4 and 16 requests on known documents
 decode. ``torch_native`` is SGLang on the same platform without anything of ours in the model. vLLM
 runs with its own defaults from an environment of its own, named by ``--vllm-python``:
@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import httpx
+import psutil
 
 from engines import Engine, cpu_seconds, demo_flags, engine
 from report import Report, arguments, spread
@@ -206,7 +207,22 @@ def run_round(servers: Sequence[Engine], prompts: Prompts) -> Iterator[dict[str,
     cold, hit = prompts.ask(document), prompts.ask(document)
     decode = [prompts.ask(prompts.known[i % KNOWN_DOCUMENTS]) for i in range(max(SEQUENCES))]
     for server in servers:
-        yield {"engine": server.name} | measure(server, cold, hit, decode)
+        with stopped([other for other in servers if other is not server]):
+            yield {"engine": server.name} | measure(server, cold, hit, decode)
+
+
+@contextmanager
+def stopped(servers: Sequence[Engine]) -> Iterator[None]:
+    """Stop these servers for a while: vLLM's threads go on spinning for seconds after a request."""
+    roots = [psutil.Process(server.pid) for server in servers]
+    family = [each for root in roots for each in (root, *root.children(recursive=True))]
+    for process in family:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in family:
+            process.resume()
 
 
 def main() -> int:
