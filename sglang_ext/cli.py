@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_ext.audit.command import add_audit
 from sglang_ext.calibration.command import add_calibrate
 from sglang_ext.console import (
     BAD_INPUT,
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     tree.set_defaults(run=_tree)
 
     add_commands(commands)
+    add_audit(commands)
     add_calibrate(commands)
 
     demo = commands.add_parser("demo-model", help="print the folder of the demo model")
