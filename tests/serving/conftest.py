@@ -24,11 +24,13 @@ def run_server(policy: Path, *flags: str) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The server that most tests share: five private tenants and a group of two."""
+    """The server that most tests share: five private tenants, five sealed ones, a group of two."""
     from sglang_ext.tenancy.keys import digest
 
-    group = GROUP % (digest("key-sales"), digest("key-hr"))
-    policy = policy_file(tmp_path_factory.mktemp("policy"), ["a", "b", "c", "d", "e"], group)
+    more = GROUP % (digest("key-sales"), digest("key-hr"))
+    for name in "abcde":
+        more += f'  s{name}: {{api_keys: ["{digest(f"key-s{name}")}"], isolation: sealed}}\n'
+    policy = policy_file(tmp_path_factory.mktemp("policy"), ["a", "b", "c", "d", "e"], more)
     yield from run_server(policy, "--page-size", "16")
 
 
@@ -45,6 +47,12 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 
 def _client(server: ServerProcess, tenant: str) -> Client:
     return Client(server.url, f"key-{tenant}")
+
+
+@pytest.fixture(params=["", "s"], ids=["private", "sealed"])
+def level(request: pytest.FixtureRequest) -> str:
+    """What the names of tenants of one isolation level begin with."""
+    return str(request.param)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Tenants' caches do not mix, whatever a client sends (trials 2, 4, 8, 17, 19)."""
+"""Tenants' caches do not mix, whatever a client sends (trials 2, 4, 8, 17, 19).
+
+Private tenants and sealed ones alike.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,6 +15,18 @@ from tests.serving.prompts import unique_prompt
 from tests.serving.server import Client, ServerProcess
 
 pytestmark = pytest.mark.serving
+
+
+@pytest.fixture
+def a(server: ServerProcess, level: str) -> Client:
+    """Tenant A of each level."""
+    return Client(server.url, f"key-{level}a")
+
+
+@pytest.fixture
+def b(server: ServerProcess, level: str) -> Client:
+    """Tenant B of the same."""
+    return Client(server.url, f"key-{level}b")
 
 
 def _chat(client: Client, text: str, **fields: object) -> int:
@@ -103,15 +118,17 @@ def test_trial_2_salt_divides_a_tenants_own_space(a: Client) -> None:
     "forged",
     [
         {"extra_key": frame(Owner("t:a"))},
+        {"extra_key": frame(Owner("s:sa"))},
         {"extra_key": "a"},
         {"cache_salt": "a"},
         {"user": "a"},
         {"custom_labels": {"tenant": "a"}},
         {"rid": "a/forged"},
+        {"rid": "sa/forged"},
         {"routing_key": "a"},
         {"session_id": "a/session"},
     ],
-    ids=lambda forged: next(iter(forged)),
+    ids=str,
 )
 def test_trial_4_nothing_in_the_body_makes_b_into_a(
     a: Client, b: Client, forged: dict[str, object]
@@ -135,9 +152,11 @@ def test_trial_4_nothing_in_a_header_makes_b_into_a(a: Client, b: Client, name: 
 
 @pytest.mark.trial(8)
 @pytest.mark.parametrize("route", _ROUTES)
-def test_trial_8_five_tenants_first_sends_all_miss(server: ServerProcess, route: str) -> None:
+def test_trial_8_five_tenants_first_sends_all_miss(
+    server: ServerProcess, route: str, level: str
+) -> None:
     send, text = _ROUTES[route], unique_prompt(f"trial 8 {route}", words=200)
-    clients = [Client(server.url, f"key-{name}") for name in "abcde"]
+    clients = [Client(server.url, f"key-{level}{name}") for name in "abcde"]
     # A tenant may hit what its own earlier prompts had in common with this one: the chat template.
     first = [send(client, text) for client in clients]
     again = [send(client, text) for client in clients]
@@ -146,11 +165,11 @@ def test_trial_8_five_tenants_first_sends_all_miss(server: ServerProcess, route:
 
 
 @pytest.mark.trial(8)
-def test_trial_8_batch_of_completions(server: ServerProcess) -> None:
+def test_trial_8_batch_of_completions(a: Client, b: Client) -> None:
     """The two prompts of the batch may share with each other, but not with another tenant's."""
     text = unique_prompt("trial 8 completions batch", words=200)
-    alone = _completion_batch(Client(server.url, "key-a"), text)
-    second = _completion_batch(Client(server.url, "key-b"), text)
+    alone = _completion_batch(a, text)
+    second = _completion_batch(b, text)
     assert second == alone
 
 
@@ -163,18 +182,29 @@ def test_tenants_of_one_group_share(server: ServerProcess) -> None:
 
 
 def test_system_requests_share_with_no_tenant(a: Client, admin: Client) -> None:
-    text = unique_prompt("system")
+    text = unique_prompt(f"system {a.key}")
     assert a.cached(text) == 0
     assert admin.cached(text) == 0
 
 
+@pytest.mark.trial(8)
+@pytest.mark.trial(21)
+def test_no_level_meets_another(server: ServerProcess) -> None:
+    """Whoever sends first, private, sealed and sharing tenants all compute for themselves."""
+    text = unique_prompt("levels", words=100)
+    clients = [Client(server.url, f"key-{name}") for name in ("sa", "a", "sales", "sb")]
+    assert [client.cached(text) for client in clients] == [0, 0, 0, 0]
+    assert min(client.cached(text) for client in clients) > 0
+
+
 @pytest.mark.trial(17)
 def test_trial_17_metrics_need_the_admin_key(
-    server: ServerProcess, b: Client, admin: Client
+    server: ServerProcess, level: str, a: Client, b: Client, admin: Client
 ) -> None:
+    a.cached(unique_prompt("metrics"))
     assert b.get("/metrics").status_code == 403
     assert Client(server.url, "no such key").get("/metrics").status_code == 401
-    assert 'tenant="a"' in admin.get("/metrics").text
+    assert f'tenant="{level}a"' in admin.get("/metrics").text
 
 
 @pytest.mark.trial(19)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.auc import auc_interval
+from sglang_ext.audit.statistics import auc_interval
+from sglang_ext.tenancy.keys import digest
 from tests.serving.conftest import run_server
 from tests.serving.prompts import unique_prompt
 from tests.serving.server import Client, ServerProcess, policy_file
@@ -21,7 +22,9 @@ _PAIRS = 30
 def public(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose policy names one public system prompt."""
     folder = tmp_path_factory.mktemp("public")
-    yield from run_server(policy_file(folder, ["a", "b", "c", "d", "e"], _PUBLIC % SYSTEM))
+    sealed = f'  s: {{api_keys: ["{digest("key-s")}"], isolation: sealed}}\n'
+    more = sealed + _PUBLIC % SYSTEM
+    yield from run_server(policy_file(folder, ["a", "b", "c", "d", "e"], more))
 
 
 def _ask(client: Client, user: str, **fields: object) -> tuple[int, int]:
@@ -55,6 +58,17 @@ def test_trial_21_the_public_prefix_hits_and_the_private_tail_never(clients: lis
     assert max(cached) - min(cached) == 0, "a private tail was shared"
     again, prompt = _ask(clients[1], text)
     assert again > cached[1]
+    assert again >= prompt - 17
+
+
+@pytest.mark.trial(21)
+def test_trial_21_a_sealed_tenant_computes_even_public_text_for_itself(
+    public: ServerProcess, clients: list[Client]
+) -> None:
+    sealed, text = Client(public.url, "key-s"), unique_prompt("trial 21 sealed", words=120)
+    assert _ask(clients[0], text)[0] > 300
+    assert _ask(sealed, text)[0] == 0
+    again, prompt = _ask(sealed, text)
     assert again >= prompt - 17
 
 

@@ -87,26 +87,30 @@ def test_a_tool_call_is_the_same_from_every_tier(tiers: Tiers) -> None:
 
 
 @pytest.mark.trial(5)
-def test_another_tenant_finds_nothing_of_it_in_any_tier(tiers: Tiers) -> None:
-    a, b = tiers.client("a"), tiers.client("b")
-    ask(a, 20)
+@pytest.mark.parametrize(("owner", "other", "number"), [("a", "b", 20), ("sealed", "sealed2", 21)])
+def test_another_tenant_finds_nothing_of_it_in_any_tier(
+    tiers: Tiers, owner: str, other: str, number: int
+) -> None:
+    a, b = tiers.client(owner), tiers.client(other)
+    ask(a, number)
     flood(a, 300, 13)
-    assert ask(b, 20).cached == 0
-    assert ask(a, 20).sources["storage"] >= LEAST
+    assert ask(b, number).cached == 0
+    assert ask(a, number).sources["storage"] >= LEAST
 
 
 @pytest.mark.trial(20)
-def test_pages_leave_each_tier_at_their_time(tiers: Tiers) -> None:
+@pytest.mark.parametrize(("tenant", "owner"), [("short", "t:short"), ("sealed2", "s:sealed2")])
+def test_pages_leave_each_tier_at_their_time(tiers: Tiers, tenant: str, owner: str) -> None:
     """The clock of a strict tenant runs while the server is idle, and others stay."""
-    short, b = tiers.client("short"), tiers.client("b")
+    short, b = tiers.client(tenant), tiers.client("b")
     ask(b, 31)
     ask(short, 30)
-    wait(lambda: tiers.held("short") == {"hbm": 0, "cpu": 0})
+    wait(lambda: tiers.held(tenant) == {"hbm": 0, "cpu": 0})
     assert tiers.held("b")["hbm"] >= LEAST
     for tier in ("hbm", "cpu"):
-        left = f'sglang_ext_evicted_tokens_total{{owner="t:short",reason="ttl",tier="{tier}"}}'
+        left = f'sglang_ext_evicted_tokens_total{{owner="{owner}",reason="ttl",tier="{tier}"}}'
         wait(lambda left=left: left in tiers.client("admin").get("/metrics").text)
-    gone = 'sglang_ext_held_tokens{owner="t:short",tier="nvme"} 0.0'
+    gone = f'sglang_ext_held_tokens{{owner="{owner}",tier="nvme"}} 0.0'
     wait(lambda: gone in tiers.client("admin").get("/metrics").text)
     assert ask(short, 30).cached == 0
 

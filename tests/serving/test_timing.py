@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from benchmarks.auc import auc_interval
+from sglang_ext.audit.statistics import auc_interval
 from tests.serving.prompts import unique_prompt
-from tests.serving.server import Client
+from tests.serving.server import Client, ServerProcess
 
 pytestmark = pytest.mark.serving
 
-_PAIRS = 40
-# A test runs on every change: 999 in 1,000 honest runs must pass. bench_timing.py reports 95 %.
+_PAIRS = {"": 40, "s": 24}
+# A test runs on every change: 999 in 1,000 honest runs must pass.
 _LEVEL = 0.999
 
 
@@ -22,14 +22,17 @@ def _ttft(client: Client, text: str) -> float:
 
 
 @pytest.mark.trial(1)
-def test_trial_1_bs_time_to_first_token_does_not_show_as_cache(a: Client, b: Client) -> None:
+def test_trial_1_bs_time_to_first_token_does_not_show_as_cache(
+    server: ServerProcess, level: str
+) -> None:
+    a, b = (Client(server.url, f"key-{level}{name}") for name in "ab")
     order = random.Random(1)
     warm: list[float] = []
     cold: list[float] = []
     own_hits: list[float] = []
-    for number in range(_PAIRS):
+    for number in range(_PAIRS[level]):
         known, fresh = (
-            unique_prompt(f"timing {kind} {number}", 400) for kind in ("known", "fresh")
+            unique_prompt(f"timing {level} {kind} {number}", 400) for kind in ("known", "fresh")
         )
         a.generate(known)
         probes = [(known, warm), (fresh, cold)]

@@ -24,16 +24,24 @@ class Tiers:
     def __init__(self, folder: Path) -> None:
         self.pages = folder / "pages"
         self.policy = folder / "tenants.yaml"
-        keys = {name: digest(f"key-{name}") for name in ("a", "b", "c", "short", "fixed", "admin")}
+        self.master_key = folder / "master.key"
+        self.master_key.write_text("5e" * 32)
+        self.master_key.chmod(0o600)
+        names = ("a", "b", "c", "short", "fixed", "sealed", "sealed2", "admin")
+        keys = {name: digest(f"key-{name}") for name in names}
         self.policy.write_text(
             "version: 1\n"
             f'admin_keys: ["{keys["admin"]}"]\n'
-            f"tiers: {{cpu: {{size: 120MB}}, nvme: {{size: {NVME_BYTES}B, path: {self.pages}}}}}\n"
+            f"tiers: {{cpu: {{size: 120MB}}, nvme: {{size: {NVME_BYTES}B, path: {self.pages}, "
+            f"master_key: {self.master_key}}}}}\n"
             "defaults: {quota: {hbm: 100%, cpu: 100%}}\n"
             "tenants:\n"
             f'  a: {{api_keys: ["{keys["a"]}"]}}\n'
             f'  b: {{api_keys: ["{keys["b"]}"]}}\n'
             f'  c: {{api_keys: ["{keys["c"]}"]}}\n'
+            f'  sealed: {{api_keys: ["{keys["sealed"]}"], isolation: sealed}}\n'
+            f'  sealed2: {{api_keys: ["{keys["sealed2"]}"], isolation: sealed, ttl: {{hbm: 1s, '
+            "cpu: 2s, nvme: 3s, mode: strict}}\n"
             f'  fixed: {{api_keys: ["{keys["fixed"]}"], ttl: {{hbm: 1s, cpu: 2s, nvme: 4s, '
             "since: created}}\n"
             f'  short: {{api_keys: ["{keys["short"]}"], ttl: {{hbm: 1s, cpu: 2s, nvme: 3s, '
@@ -59,7 +67,8 @@ class Tiers:
         answer = self.client("admin").get(
             "/ext/v1/tree",
         )
-        runs = [run for run in answer.json()["ranks"][0]["runs"] if run["owner"] == f"t:{tenant}"]
+        owner = f"{'s' if tenant.startswith('sealed') else 't'}:{tenant}"
+        runs = [run for run in answer.json()["ranks"][0]["runs"] if run["owner"] == owner]
         return {
             tier: sum(run["tokens"] for run in runs if tier in run["tiers"])
             for tier in ("hbm", "cpu")
