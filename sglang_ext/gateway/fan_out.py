@@ -54,8 +54,12 @@ class FanOut:
         *,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
+        seconds: float = _SECONDS,
     ) -> Answer:
-        """Send one request; without ``headers`` as the operator. Raises ServerError."""
+        """Send one request; without ``headers`` as the operator.
+
+        Raises ServerError, also where no answer came within ``seconds``.
+        """
         own = {"authorization": f"Bearer {self._secret}", "content-type": "application/json"}
         sent = {**(own if headers is None else headers), SECRET_HEADER.decode(): self._secret}
         try:
@@ -64,7 +68,7 @@ class FanOut:
                 URL(engine.url + target, encoded=True),
                 headers=sent,
                 data=body,
-                timeout=aiohttp.ClientTimeout(total=_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=seconds),
             ) as answer:
                 kind = answer.headers.get("content-type", "application/json")
                 return Answer(engine.spec.name, answer.status, await answer.read(), kind)

@@ -3,6 +3,7 @@
 The policy's routes are those of every server (see ``policy_routes``); the gateway mounts them too.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from sglang_ext.types import TenantId
 __all__ = ["own_app"]
 
 _GATEWAY = "gateway"
+_SCRAPE_S = 5.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -96,11 +98,10 @@ def _operator_routes(
         """Return the metrics of all engines that serve, each sample with its engine."""
         for engine in engines:
             note(engine)
-        pages = [(_GATEWAY, _own_metrics())]
-        for engine in engines:
-            if engine.is_ready:
-                pages += await _metrics_of(engine, fan_out)
-        return Response(merged_metrics(pages), media_type=_METRICS_TYPE)
+        asked = (_metrics_of(engine, fan_out) for engine in engines if engine.is_ready)
+        found = [page for page in await asyncio.gather(*asked) if page is not None]
+        text = merged_metrics([(_GATEWAY, _own_metrics()), *found])
+        return Response(text, media_type=_METRICS_TYPE)
 
     @router.post("/ext/v1/flush")
     async def flush(body: dict[str, Any], request: Request) -> Response:
@@ -124,13 +125,13 @@ def _operator_routes(
     return router
 
 
-async def _metrics_of(engine: Engine, fan_out: FanOut) -> list[tuple[str, str]]:
-    """Return an engine's page, or nothing where it ends just now."""
+async def _metrics_of(engine: Engine, fan_out: FanOut) -> tuple[str, str] | None:
+    """Return an engine's name and page, or None where it ends just now or does not answer."""
     try:
-        answer = await fan_out.ask(engine, "GET", "/metrics/")
+        answer = await fan_out.ask(engine, "GET", "/metrics/", seconds=_SCRAPE_S)
     except ServerError:
-        return []
-    return [(engine.spec.name, answer.body.decode("utf-8"))] if answer.status == 200 else []
+        return None
+    return (engine.spec.name, answer.body.decode("utf-8")) if answer.status == 200 else None
 
 
 def _own_metrics() -> str:

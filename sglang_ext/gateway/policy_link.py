@@ -66,9 +66,7 @@ class PolicyLink:
         return dict(reduce(merged, found, none))
 
     async def _check(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-        policy = build_policy(document)
-        specs = [engine.spec for engine in self._engines]
-        self._documents = {spec.name: narrowed(policy, spec, specs) for spec in specs}
+        self._documents = await asyncio.to_thread(self._narrowed, document)
         for engine in self._engines:
             if not engine.is_ready:
                 name = engine.spec.name
@@ -82,9 +80,14 @@ class PolicyLink:
         except ServerError as error:
             raise ValueError(str(error)) from error
 
+    def _narrowed(self, document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        policy = build_policy(document)
+        specs = [engine.spec for engine in self._engines]
+        return {spec.name: narrowed(policy, spec, specs) for spec in specs}
+
     async def _apply(self) -> list[dict[str, Any]]:
         for engine in self._engines:
-            self._write(engine, self._documents[engine.spec.name])
+            await asyncio.to_thread(self._write, engine, self._documents[engine.spec.name])
         return list(await asyncio.gather(*(self._applied(one) for one in self._engines)))
 
     async def _applied(self, engine: Engine) -> dict[str, Any]:

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 7
 """For answers that are on their way; the engines give their requests 6 seconds."""
+_PROBE_S = 30.0
+"""SGLang gives its own check of an engine 20 seconds."""
 _INTERRUPTED = 130
 
 
@@ -160,7 +162,7 @@ class _Door(uvicorn.Server):
 
 async def _answers(engine: Engine, fan_out: FanOut) -> bool:
     try:
-        answer = await fan_out.ask(engine, "GET", "/health")
+        answer = await fan_out.ask(engine, "GET", "/health", seconds=_PROBE_S)
     except ServerError:
         return False
     return answer.status == 200
