@@ -20,6 +20,7 @@ from sglang_ext.console import (
 )
 from sglang_ext.errors import PolicyError, SglangExtError
 from sglang_ext.observe.commands import add_commands
+from sglang_ext.plan.command import add_plan
 from sglang_ext.tenancy.fields import name as read_name
 from sglang_ext.tenancy.keys import digest, new_key
 from sglang_ext.tenancy.loader import load_policy
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(commands)
     add_audit(commands)
     add_calibrate(commands)
+    add_plan(commands)
 
     demo = commands.add_parser("demo-model", help="print the folder of the demo model")
     demo.set_defaults(run=_demo_model)

@@ -20,6 +20,7 @@ _IMPORT_SGLANG = {
     "sglang_ext/launch_server.py",
     "sglang_ext/operations.py",
     "sglang_ext/pins.py",
+    "sglang_ext/plan/tier.py",
     "sglang_ext/policy_change.py",
     "sglang_ext/prefix_cache.py",
     "sglang_ext/prefix_flush.py",

@@ -49,7 +49,7 @@ def _rows(scenario: Scenario, outcome: Outcome, price: float | None) -> list[tup
     ]
     if price is not None and outcome.output_rate:
         million = price * scenario.cluster.gpus / (outcome.output_rate * _HOUR) * 1e6
-        rows.append(("price of a million output tokens", f"{million:,.2f}"))
+        rows.append(("price of a million output tokens at this load", f"{million:,.2f}"))
     return rows
 
 

@@ -116,12 +116,13 @@ class TierStack:
         return min(known.prefix(request.blocks) * self._sizes.block, request.prompt - 1)
 
     def place(self, request: PlanRequest, known: int) -> Placed | None:
-        """Find a prompt, and give it room in HBM until it is released. None: there is none now.
+        """Find a prompt, and give it and its answer room in HBM until they are released.
 
-        Lower tiers are asked only where HBM has less than the ``known`` tokens: none has more.
+        None: there is no room now. Lower tiers are asked only where HBM has less than the ``known``
+        tokens, since none has more.
         """
         owner, text, block = self.owner(request.tenant), request.blocks, self._sizes.block
-        held = self.tiers[Tier.HBM].hold(owner, text)
+        held = self.tiers[Tier.HBM].hold(owner, text + request.answer_blocks)
         if held is None:
             return None
         found, choice = dict[Tier, int](), dict[Tier, int]()
@@ -165,12 +166,10 @@ class TierStack:
         self._known.setdefault(owner, _Known()).blocks.update(request.blocks)
 
     def answered(self, request: PlanRequest) -> None:
-        """Keep the answer behind its prompt, and copy both down."""
-        owner, text = self.owner(request.tenant), request.blocks
-        if request.answer_blocks:
-            text = text + request.answer_blocks
-            self._known[owner].blocks.update(request.answer_blocks)
-            self.tiers[Tier.HBM].put(owner, text)
+        """Take note that an answer was computed, and copy it down with its prompt."""
+        owner = self.owner(request.tenant)
+        self._known[owner].blocks.update(request.answer_blocks)
+        text = request.blocks + request.answer_blocks
         for tier, held in self.tiers.items():
             if tier is not Tier.HBM:
                 held.put(owner, text)
