@@ -113,11 +113,14 @@ def _layout(pool: Any) -> str:
 
 
 def _by_page(layer: torch.Tensor, rows: int) -> torch.Tensor:
-    """View a layer, of which ``rows`` are a page, as one row a page."""
-    if layer.element_size() == 1:
-        layer = layer.view(torch.uint8)  # not every type of FP8 can be filled
+    """View a layer, of which ``rows`` are a page, as one row of numbers a page.
+
+    The widest type that fits, whatever the layer holds: filling bytes takes ten times as long.
+    """
     pages = layer.shape[0] // rows
-    return layer[: pages * rows].view(pages, -1)
+    row_bytes = layer[:rows].numel() * layer.element_size()
+    flat = layer[: pages * rows].view(pages, -1).view(torch.uint8)
+    return flat.view(torch.int64) if row_bytes % 8 == 0 else flat
 
 
 def _problem(cache: Any, speculative: bool) -> str | None:

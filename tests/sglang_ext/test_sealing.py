@@ -18,7 +18,7 @@ from sglang_ext.patches.scheduling import TenantScheduling
 from sglang_ext.patches.sealed_pages import sealed_pages_hooks
 from sglang_ext.patches.versions import check_signature
 from sglang_ext.radix.integrity import walk
-from sglang_ext.sealing import Sealing
+from sglang_ext.sealing import Sealing, _by_page
 from sglang_ext.tenancy.loader import parse_policy
 from sglang_ext.types import Owner
 from tests.radix.caches import make_rig, namespace
@@ -322,6 +322,15 @@ def test_an_engine_that_cannot_zero_refuses_sealed_tenants_and_no_others() -> No
     sealing.check(parse_policy("version: 1\ntenants: {a: {}}"))
     with pytest.raises(UnsupportedError, match=r"tenants.bank.isolation: sealed does not work"):
         sealing.check(parse_policy(f"version: 1\ntenants: {{{TENANTS}}}"))
+
+
+@pytest.mark.parametrize("type_", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("width", [8, 3])
+def test_pages_of_any_type_and_width_are_zeroed_whole(type_: torch.dtype, width: int) -> None:
+    layer = torch.full((11, 1, width), 1.0).to(type_)
+    _by_page(layer, PAGE).index_fill_(0, torch.tensor([1]), 0)
+    left = layer.to(torch.float32).flatten(1).amax(1)
+    assert left.tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 3
 
 
 def test_a_draft_model_is_refused(vault: Vault) -> None:
