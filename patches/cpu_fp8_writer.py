@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -24,17 +25,38 @@ class Fp8Writer:
 
     def __init__(self, channels: Channels, format: Format) -> None:
         self._channels, self._format = channels, format
-        self._library = _checked_library()
-        # The kernel keeps no copies: these live as long as this object.
+        # The kernel keeps no copies of its tables: they live as long as this object.
         self._tables = _tables(channels)
+        library = _checked_library()
+        self._write = None if library is None else _Kernel(library, self._tables, format)
 
     def codes(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the codes, FP8 [tokens, heads, dim] without gaps, of rows of that shape."""
-        library, dim = self._library, rows.shape[-1]
+        dim = rows.shape[-1]
         packed = rows.stride()[1:] == (dim, 1)
-        if library is None or rows.dtype != torch.bfloat16 or not packed or dim > _MAX_DIM:
+        if self._write is None or rows.dtype != torch.bfloat16 or not packed or dim > _MAX_DIM:
             return quantize(rows, self._channels, self._format).codes
-        return _write(library, rows, self._tables, self._format)
+        return self._write(rows)
+
+
+class _Kernel:
+    """The kernel of one format, bound to one layer's tables."""
+
+    def __init__(
+        self, library: ctypes.CDLL, tables: Sequence[torch.Tensor | None], format: Format
+    ) -> None:
+        self._dtype = format.dtype
+        # A function of its own, not the library's: others may declare other types.
+        prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 5)
+        name = str(format.dtype).removeprefix("torch.")
+        self._function = prototype((f"fp8_write_{name}", library))
+        self._pointers = [None if table is None else table.data_ptr() for table in tables]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        codes = torch.empty(rows.shape, dtype=self._dtype)
+        sizes = (*rows.shape, rows.stride(0), torch.get_num_threads())
+        self._function(rows.data_ptr(), codes.data_ptr(), *self._pointers, *sizes)
+        return codes
 
 
 def _tables(channels: Channels) -> tuple[torch.Tensor | None, ...]:
@@ -46,20 +68,6 @@ def _tables(channels: Channels) -> tuple[torch.Tensor | None, ...]:
         None if feedback is None else feedback.order.contiguous(),
         None if feedback is None else feedback.spread.transpose(-2, -1).contiguous(),
     )
-
-
-def _write(
-    library: ctypes.CDLL,
-    rows: torch.Tensor,
-    tables: tuple[torch.Tensor | None, ...],
-    format: Format,
-) -> torch.Tensor:
-    codes = torch.empty(rows.shape, dtype=format.dtype)
-    name = str(format.dtype).removeprefix("torch.")
-    sizes = (*rows.shape, rows.stride(0), torch.get_num_threads())
-    pointers = map(_pointer, (rows, codes, *tables))
-    getattr(library, f"fp8_write_{name}")(*pointers, *map(ctypes.c_int64, sizes))
-    return codes
 
 
 @cache
@@ -80,10 +88,7 @@ def _writes_as_torch(library: ctypes.CDLL, format: Format) -> bool:
     scale = torch.exp2(torch.arange(dim) % 3).expand(heads, dim).contiguous()
     feedback = learn_feedback(queries.transpose(1, 2) @ queries, scale, torch.ones(heads, dim))
     channels = Channels(scale, torch.full((heads, dim), 0.25), feedback)
-    found = _write(library, rows, _tables(channels), format)
+    tables = _tables(channels)
+    found = _Kernel(library, tables, format)(rows)
     equal = found.float() == quantize(rows, channels, format).codes.float()
     return bool(equal.float().mean() >= _EQUAL_SHARE)
-
-
-def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
-    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())

@@ -20,7 +20,7 @@ def add_calibrate(commands: Any) -> None:
     parser.add_argument("--model-path", type=Path, required=True, help="a folder with the weights")
     parser.add_argument("--out", type=Path, required=True, help="the scales file to write")
     parser.add_argument("--text", type=Path, help="UTF-8 text like that served; default: English")
-    parser.add_argument("--tokens", type=int, default=16_384, help="of the text, half as a test")
+    parser.add_argument("--tokens", type=int, default=8_192, help="of the text, half as a test")
     parser.add_argument("--format", choices=("fp8_e4m3", "fp8_e5m2"), help="default: the better")
     parser.set_defaults(run=_calibrate)
 

@@ -113,7 +113,7 @@ def split_text(model_folder: Path, text: str, tokens: int) -> list[torch.Tensor]
     chunks = [chunk for chunk in ids.split(_CHUNK) if len(chunk) == _CHUNK]
     if len(chunks) < 4:
         raise ScalesError(
-            f"the text has {len(ids)} tokens; calibration needs {4 * _CHUNK}, better 16,000"
+            f"the text has {len(ids)} tokens; calibration needs {4 * _CHUNK}, better 8,000"
         )
     return chunks
 

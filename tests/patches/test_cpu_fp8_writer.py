@@ -89,10 +89,10 @@ def test_other_types_are_written_by_torch(dtype: torch.dtype) -> None:
 
 
 def test_a_kernel_that_writes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(*arguments: object) -> torch.Tensor:
-        return torch.zeros(20, 2, 32).to(E4M3.dtype)
+    def nothing(_kernel: object, rows: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(rows.shape).to(E4M3.dtype)
 
-    monkeypatch.setattr(cpu_fp8_writer, "_write", nothing)
+    monkeypatch.setattr(cpu_fp8_writer._Kernel, "__call__", nothing)
     cpu_fp8_writer._checked_library.cache_clear()
     try:
         rows, channels = _rows(20, 2, 32), _channels(2, 32)
