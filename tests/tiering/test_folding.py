@@ -11,10 +11,10 @@ _HEADS, _GROUP, _DIM, _TOKENS = 2, 3, 16, 40
 _SCALE = _DIM**-0.5
 
 
-def _channels(rows: torch.Tensor, format: Format) -> Channels:
+def _channels(rows: torch.Tensor, format: Format, *, centred: bool = True) -> Channels:
     statistics = ChannelStatistics(_HEADS, _DIM)
     statistics.add(rows)
-    return statistics.channels(format)
+    return statistics.channels(format, centred=centred)
 
 
 def _rows(seed: int) -> torch.Tensor:
@@ -37,11 +37,13 @@ def _attend(
     return output, logits.logsumexp(dim=-1)
 
 
+@pytest.mark.parametrize("centred_values", [True, False])
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
-def test_folding_equals_dequantizing(format: Format) -> None:
+def test_folding_equals_dequantizing(format: Format, centred_values: bool) -> None:
     keys, values = _rows(1), _rows(2)
     query = torch.randn(5, _HEADS * _GROUP, _DIM, generator=torch.Generator().manual_seed(3))
-    of_keys, of_values = _channels(keys, format), _channels(values, format)
+    of_keys = _channels(keys, format)
+    of_values = _channels(values, format, centred=centred_values)
     k8, v8 = quantize(keys, of_keys, format), quantize(values, of_values, format)
     expected, expected_lse = _attend(query, dequantize(k8, of_keys), dequantize(v8, of_values))
 
