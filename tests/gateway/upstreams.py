@@ -1,6 +1,5 @@
 """Small engines and the gateway in front of them, all real servers on loopback in one loop."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -42,23 +41,18 @@ async def listening(app: App) -> AsyncIterator[str]:
     """Serve ``app`` until the block ends; connections that are left are cut."""
     # Our clients are on loopback, whose word a server takes for where a request comes from.
     config = uvicorn.Config(app, port=0, lifespan="off", log_level="critical", proxy_headers=False)
+    config.load()
     server = uvicorn.Server(config)
-    server.capture_signals = _nothing  # type: ignore[method-assign]
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
+    server.lifespan = config.lifespan_class(config)
+    # Not ``serve``, which looks only every tenth of a second whether it shall end.
+    await server.startup()
+    await server.on_tick(0)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = server.force_exit = True
-        await task
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
+        server.force_exit = True
+        await server.shutdown()
 
 
 def engine(name: str, url: str, *, tenant: str | None = None, ready: bool = True) -> Engine:
