@@ -31,6 +31,10 @@ class PageCodec:
         self._keyring = keyring
         self._encrypted = encrypted
 
+    def encrypts(self, owner: Owner) -> bool:
+        """Tell whether pages of ``owner`` lie encrypted on the disk."""
+        return self._encrypted(owner)
+
     def file_names(self, owner: Owner, keys: list[bytes], writing: bool) -> list[bytes] | None:
         """Return the names under which pages of ``owner`` are filed, in the order of ``keys``.
 

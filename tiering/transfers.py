@@ -246,6 +246,7 @@ class Transfers:
             used = HEADER_BYTES + job.size
             job.block[used:] = bytes(len(job.block) - used)
             if not self._codec.seal(job.block, job.owner, job.name, job.size, now_ms):
+                self._wipe(jobs)
                 return False
         load.write(self._io)
         return True
@@ -293,6 +294,7 @@ class Transfers:
             whole = {job.place for job, _ in bodies}
             self._deliver(batch, bodies, deliver)
         finally:
+            self._wipe([job for job, _ in held])
             with self._lock:
                 for job, entry in held:
                     self._let_go(job, entry, whole=job.place in whole)
@@ -319,6 +321,12 @@ class Transfers:
                 continue
             bodies.append((job, body))
         return bodies
+
+    def _wipe(self, jobs: Sequence[Job]) -> None:
+        """Leave nothing in this thread's buffer that lies encrypted on the disk."""
+        for job in jobs:
+            if job.block and self._codec.encrypts(job.owner):
+                job.block[:] = bytes(len(job.block))
 
     def _deliver(
         self, batch: Batch, bodies: list[tuple[Job, memoryview]], deliver: Deliver

@@ -7,8 +7,9 @@ import pytest
 
 from sglang_ext.errors import KeyRingError
 from sglang_ext.tiering.encryption import KeyRing, OwnerKey, master_key
+from sglang_ext.tiering.workers import scratch
 from sglang_ext.types import Owner
-from tests.tiering.stores import ALICE, BOB, MASTER
+from tests.tiering.stores import ALICE, BOB, MASTER, body_of, get, make_store, put, refs_of
 
 HEX = MASTER.hex()
 
@@ -37,6 +38,28 @@ def test_what_is_sealed_opens_again_even_after_a_restart(tmp_path: Path) -> None
     again = KeyRing(tmp_path, MASTER).find(ALICE)
     assert again is not None
     assert opened(again, parts) == b"secret"
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_what_was_decrypted_does_not_stay_in_the_buffers_of_the_threads(
+    encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers: list[memoryview] = []
+
+    def noted(size: int) -> memoryview:
+        buffers.append(scratch(size))
+        return buffers[-1]
+
+    monkeypatch.setattr("sglang_ext.tiering.runs.scratch", noted)
+    refs = refs_of(ALICE, range(12))
+    store = make_store(tmp_path, encrypted=encrypted)
+    try:
+        assert all(put(store, refs))
+        assert all(get(store, refs))
+    finally:
+        store.close()
+    left = b"".join(bytes(buffer) for buffer in buffers)
+    assert any(body_of(ref)[:64] in left for ref in refs) != encrypted
 
 
 @pytest.mark.trial(72)
