@@ -52,6 +52,7 @@ class PolicySteps:
 
     async def check(self, document: Mapping[str, Any]) -> None:
         """Raise SglangExtError where this policy cannot be put in force here."""
+        self._next = None
         # A thousand tenants take half a second, beside the requests.
         new = await asyncio.to_thread(build_policy, document)
         check_live(active.policy(), new)

@@ -59,3 +59,23 @@ print({{tuple(os.sched_getaffinity(int(task))) for task in tasks}} == {{({core},
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
     assert result.stdout.splitlines() == [f"[{core}] 1", "True"]
+
+
+def test_engines_keep_to_disjoint_cores_with_all_threads() -> None:
+    program = """
+import os, sys, threading
+from sglang_ext.patches.cpu_threads import keep_share
+waiting = threading.Event()
+threading.Thread(target=waiting.wait, daemon=True).start()
+cores = keep_share(int(sys.argv[1]), 2)
+tasks = os.listdir("/proc/self/task")
+assert {tuple(os.sched_getaffinity(int(task))) for task in tasks} == {tuple(cores)}
+print(*cores)
+"""
+    shares = [
+        set(subprocess.check_output([sys.executable, "-c", program, index], timeout=120).split())
+        for index in ("0", "1")
+    ]
+    own = os.sched_getaffinity(0)
+    assert {int(core) for core in set.union(*shares)} == own
+    assert len(own) < 2 or not set.intersection(*shares)
