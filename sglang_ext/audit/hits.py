@@ -41,7 +41,7 @@ def forged_body(victim: Party, attacker: Party, prompts: Prompts, name: str) -> 
     for field, value in _forged_fields(name):
         ids = prompts.ids(_TOKENS)
         victim.warm(ids)
-        found = attacker.cached(ids, **{field: value})
+        found = attacker.cached(ids, {field: value})
         if found > _CHANCE:
             problems.append(f"{field}: {found} cached tokens of the victim")
     return verdict_of(

@@ -78,7 +78,7 @@ class _Listener:
     def __init__(self, endpoint: str) -> None:
         import zmq
 
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
 

@@ -80,9 +80,9 @@ class Party:
         """Have a prompt computed; raises ServerError where it is refused."""
         _expect(self.generate(ids))
 
-    def cached(self, ids: Sequence[int], **fields: object) -> int:
+    def cached(self, ids: Sequence[int], fields: Mapping[str, object] | None = None) -> int:
         """Return how many tokens of a prompt came from the cache; 0 where it is refused."""
-        return cached_tokens(self.generate(ids, **fields))
+        return cached_tokens(self.post("/generate", {**_body(ids, 1), **(fields or {})}))
 
     def events(self, ids: Sequence[int], tokens: int, **fields: object) -> Iterator[dict[str, Any]]:
         """Stream an answer, one event a token."""
