@@ -14,12 +14,12 @@ from sglang_ext.tiering.page_format import (
 )
 from sglang_ext.types import Owner
 from tests.serving.memory import found_in, scheduler_of
-from tests.serving.prompts import unique_prompt
-from tests.serving.tiered import Tiers, flush, wait
+from tests.serving.tiered import LEAST, Tiers, ask, flood, flush, wait
 
 pytestmark = pytest.mark.serving
 
 OWNER = Owner("s:sealed")
+CANARY = 77
 WINDOW = 64
 PAGES = 6
 
@@ -62,7 +62,7 @@ def test_after_a_flush_nothing_of_a_sealed_tenant_is_left_in_memory_or_files(tie
     sealed, admin = tiers.client("sealed"), tiers.client("admin")
     (folder,) = tiers.pages.iterdir()
     pid = scheduler_of(tiers.server.pid)
-    sealed.generate(unique_prompt("the canary", words=200), tokens=4)
+    ask(sealed, CANARY)
     wait(lambda: len(pages_on_disk(folder)) >= PAGES)
     pieces = [
         piece for page in pages_on_disk(folder)[:PAGES] for piece in windows(opened(tiers, page))
@@ -70,6 +70,8 @@ def test_after_a_flush_nothing_of_a_sealed_tenant_is_left_in_memory_or_files(tie
     assert len(set(pieces)) == len(pieces), "a piece that every page has proves nothing"
     files = b"".join(path.read_bytes() for path in tiers.pages.rglob("*") if path.is_file())
     assert not any(piece in files for piece in pieces)
+    flood(tiers.client("a"), 900, 13)
+    assert ask(sealed, CANARY).sources["storage"] >= LEAST, "it was in every tier"
     assert all(found_in(pid, pieces).values()), "the scan must find what is there"
     wait(lambda: not any(flush(admin, "sealed")["in_use"].values()))
     left = {piece for piece, places in found_in(pid, pieces).items() if places}
