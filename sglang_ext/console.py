@@ -40,6 +40,7 @@ def add_server_command(commands: Any, name: str, text: str) -> argparse.Argument
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--key", default=os.environ.get(_KEY_VARIABLE, ""), help=_KEY_HELP)
+    parser.add_argument("--engine", metavar="NAME", help="one engine of a server with several")
     return parser
 
 
@@ -49,6 +50,8 @@ def ask_server(options: argparse.Namespace, path: str, wanted: dict[str, Any]) -
     import httpx
 
     headers = {"authorization": f"Bearer {options.key}"}
+    if options.engine:
+        headers["x-engine"] = options.engine
     try:
         answer = httpx.get(options.url + path, params=wanted, headers=headers, timeout=60)
         answer.raise_for_status()

@@ -1,5 +1,7 @@
 """The whole launcher over engines of a few lines: signals, kills and changes of the policy."""
 
+import argparse
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from sglang_ext.console import ask_server
 from sglang_ext.gateway.machine import free_ports
 from tests.gateway.upstreams import POLICY
 
@@ -144,6 +147,15 @@ def test_a_killed_engine_is_started_again_with_the_policy_in_force(served: Serve
     page = served.send("GET", "/metrics").text
     assert 'sglang_ext_engine_restarts_total{engine="shared"} 1.0' in page
     assert 'sglang_ext_ready_engines{engine="bank"} 1.0' in page
+
+
+@pytest.mark.parametrize(("engine", "name"), [(None, "shared"), ("bank", "bank")])
+def test_a_command_asks_the_engine_that_it_names(
+    served: Served, engine: str | None, name: str
+) -> None:
+    url = f"http://127.0.0.1:{served.port}"
+    options = argparse.Namespace(url=url, key="key-admin", engine=engine)
+    assert json.loads(ask_server(options, "/ext/v1/overview", {}))["engine"] == name
 
 
 def test_a_change_reaches_all_engines_or_none(served: Served) -> None:

@@ -20,6 +20,9 @@ class Refused extends Error {}
 async function ask(path) {
   // Relative, so that the page also works behind a path of a proxy.
   const headers = { authorization: `Bearer ${sessionStorage.getItem(STORED)}` };
+  // Behind a gateway, /ext/ui?engine=NAME shows another engine than the first.
+  const engine = new URLSearchParams(location.search).get("engine");
+  if (engine) headers["x-engine"] = engine;
   const answer = await fetch(new URL(`v1/${path}`, document.baseURI), { headers, cache: "no-store" });
   if (answer.status === 401) throw new Refused("The server does not know this key.");
   if (answer.status === 403) throw new Refused("This key is a tenant's. The page needs the admin key.");
