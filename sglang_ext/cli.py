@@ -99,7 +99,8 @@ def _tree(options: argparse.Namespace) -> int:
 
     answer = json.loads(ask_server(options, "/ext/v1/tree", {"page": options.page}))
     for rank, dumped in enumerate(answer["ranks"]):
-        print(f"rank {rank}: {dumped['runs_total']} runs")
+        whose = f"engine {dumped['engine']}, " if "engine" in dumped else ""
+        print(f"{whose}rank {rank}: {dumped['runs_total']} runs")
         print(draw(dumped))
     return OK
 
