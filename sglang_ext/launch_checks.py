@@ -6,8 +6,10 @@ import socket
 from typing import Any
 
 from sglang_ext.errors import UnsupportedError
+from sglang_ext.namespace import is_sealed
+from sglang_ext.tenancy.policy import Policy
 
-__all__ = ["check_environment", "check_modes", "check_port"]
+__all__ = ["check_environment", "check_modes", "check_port", "check_sealed"]
 
 _FALSE = {"", "0", "false", "no", "off"}
 
@@ -74,6 +76,28 @@ def check_modes(server_args: Any) -> None:
     for field, flag, supported, reason in _MODES:
         if getattr(server_args, field) not in supported:
             raise UnsupportedError(f"{flag} is refused with tenants: {reason}")
+
+
+def check_sealed(server_args: Any, policy: Policy) -> None:
+    """Raise UnsupportedError where a flag would keep text of a sealed tenant that nobody zeroes.
+
+    What depends on the model is refused once it is loaded (``sglang_ext.sealing``).
+    """
+    sealed = [tenant for tenant in policy.tenants.values() if is_sealed(tenant.owner)]
+    if not sealed:
+        return
+    what = f"tenants.{sealed[0].name}.isolation: {sealed[0].isolation} does not work with"
+    if server_args.speculative_algorithm is not None:
+        flag = "--speculative-algorithm yet: the draft model keeps pages of its own"
+        raise UnsupportedError(f"{what} {flag}")
+    if server_args.hicache_storage_backend is not None and not _is_ours(server_args):
+        flag = "--hicache-storage-backend, which does not encrypt; use tiers.nvme"
+        raise UnsupportedError(f"{what} {flag}")
+
+
+def _is_ours(server_args: Any) -> bool:
+    config = server_args.hicache_storage_backend_extra_config or ""
+    return server_args.hicache_storage_backend == "dynamic" and '"ExtStorage"' in config
 
 
 def check_port(host: str, port: int) -> None:

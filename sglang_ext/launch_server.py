@@ -17,7 +17,7 @@ from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import SglangExtError
 from sglang_ext.gateway.place import OnlyGateway, Place, live_with, own_place
 from sglang_ext.gateway.plan import needs_engines
-from sglang_ext.launch_checks import check_environment, check_modes, check_port
+from sglang_ext.launch_checks import check_environment, check_modes, check_port, check_sealed
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
 from sglang_ext.launch_scales import use_scales
 from sglang_ext.observe import json_log, recording
@@ -139,6 +139,7 @@ def _resolve(argv: list[str], policy: Policy, given: Set[str], *, on_cpu: bool) 
     resolved = resolving_view(server_args)
     check_modes(resolved)
     check_tiers(resolved)
+    check_sealed(resolved, policy)
     use_scales(policy, resolved, on_cpu=on_cpu)
     check_port(resolved.host, resolved.port)
     return server_args

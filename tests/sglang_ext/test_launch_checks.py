@@ -1,12 +1,16 @@
 """Every mode that would serve without tenant identity is refused, with SGLang's real parser."""
 
+import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_ext.errors import UnsupportedError
-from sglang_ext.launch_checks import check_environment, check_modes, check_port
+from sglang_ext.launch_checks import check_environment, check_modes, check_port, check_sealed
+from sglang_ext.tenancy.loader import parse_policy
+from sglang_ext.tier_flags import STORAGE_CONFIG
 
 _MODEL = ["--model-path", "unused", "--device", "cpu", "--radix-cache-backend", "sglang_ext"]
 
@@ -47,6 +51,42 @@ def test_an_abbreviated_flag_is_seen() -> None:
 
 def test_an_ordinary_server_is_not_refused() -> None:
     check_modes(prepare_server_args(_MODEL))
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+        ({"hicache_storage_backend": "dynamic"}, "--hicache-storage-backend"),
+    ],
+)
+def test_what_would_keep_text_of_a_sealed_tenant_is_refused(
+    fields: dict[str, str], flag: str
+) -> None:
+    args = SimpleNamespace(
+        **{
+            **dict.fromkeys(("speculative_algorithm", "hicache_storage_backend")),
+            "hicache_storage_backend_extra_config": None,
+            **fields,
+        }
+    )
+    private, sealed = (
+        parse_policy(f"version: 1\ntenants: {{bank: {{isolation: {level}}}}}")
+        for level in ("private", "sealed")
+    )
+    check_sealed(args, private)
+    with pytest.raises(UnsupportedError, match=rf"tenants.bank.isolation: sealed .*{flag}"):
+        check_sealed(args, sealed)
+
+
+def test_the_nvme_tier_may_hold_pages_of_a_sealed_tenant() -> None:
+    args = SimpleNamespace(
+        speculative_algorithm=None,
+        hicache_storage_backend="dynamic",
+        hicache_storage_backend_extra_config=json.dumps(STORAGE_CONFIG),
+    )
+    check_sealed(args, parse_policy("version: 1\ntenants: {bank: {isolation: sealed}}"))
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
