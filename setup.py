@@ -7,6 +7,7 @@ SUBPACKAGES = ["radix", "tiering", "tenancy", "patches"]
 setup(
     packages=[
         "sglang_ext",
+        "sglang_ext.audit",
         "sglang_ext.calibration",
         "sglang_ext.gateway",
         "sglang_ext.observe",
