@@ -76,12 +76,11 @@ def engine(model: Path, **flags: Any) -> Iterator[Any]:
         model_path=str(model),
         device="cpu",
         page_size=16,
-        max_total_tokens=8192,
         max_running_requests=8,
         context_length=2048,
         skip_tokenizer_init=True,
         log_level="warning",
-        **flags,
+        **{"max_total_tokens": 8192, **flags},
     )
     try:
         yield running

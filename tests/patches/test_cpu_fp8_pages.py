@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_ext.patches.cpu_attention import CPU_ATTENTION
 from sglang_ext.tiering import scales_in_force
+from sglang_ext.tiering.feedback import learn_feedback
 from sglang_ext.tiering.quantizer import FORMATS, Channels
 from sglang_ext.tiering.scales import LayerChannels, Scales, save_scales
 from tests.patches.test_cpu_attention import answers, differences, engine, random_prompts
@@ -28,12 +29,20 @@ def _channels(seed: int) -> Channels:
     )
 
 
+def _with_feedback(channels: Channels) -> Channels:
+    generator = torch.Generator().manual_seed(7)
+    queries = torch.randn(_HEADS, 3 * _DIM, _DIM, generator=generator)
+    moment, power = queries.transpose(1, 2) @ queries, torch.ones(_HEADS, _DIM)
+    feedback = learn_feedback(moment, channels.scale, power)
+    return Channels(channels.scale, channels.mean, feedback)
+
+
 @pytest.fixture(params=FORMATS)
 def scaled(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     layers = {
-        number: LayerChannels(_channels(number), _channels(number + 10))
+        number: LayerChannels(_with_feedback(_channels(number)), _channels(number + 10))
         for number in range(_LAYERS)
     }
     path = tmp_path / "scales.safetensors"
@@ -61,3 +70,19 @@ def test_answers_stay_those_of_the_model_cold_and_on_hits(scaled: str, tmp_path:
         away = [value for pair in pairs for value in differences(reference, *pair)]
         assert max(away) < worst
         assert sum(away) / len(away) < mean
+
+
+@pytest.mark.serving
+def test_the_same_memory_holds_nearly_twice_the_tokens(tmp_path: Path) -> None:
+    """Each engine sizes its pool from the memory that is free, which other programs change."""
+    model, tokens = tiny_llama(tmp_path / "model"), {}
+    for dtype in ("auto", "fp8_e4m3"):
+        with engine(
+            model,
+            attention_backend=CPU_ATTENTION,
+            kv_cache_dtype=dtype,
+            max_total_tokens=None,
+            mem_fraction_static=0.1,
+        ) as running:
+            tokens[dtype] = running.get_server_info()["max_total_num_tokens"]
+    assert tokens["fp8_e4m3"] > 1.6 * tokens["auto"]
