@@ -92,6 +92,7 @@ _CONFUSABLE = [
     _tree_key(frame(SYSTEM_OWNER), salt="x"),
     _tree_key(frame(SYSTEM_OWNER, once="x")),
     _tree_key(frame(Owner("g:x"))),
+    _tree_key(frame(Owner("s:x"))),
     _tree_key(frame(tenant_owner(TenantId("y"))), lora="x"),
     _tree_key(frame(tenant_owner(TenantId("y")), "x")),
     _tree_key(frame(tenant_owner(TenantId("y"))), salt="x"),
@@ -104,7 +105,7 @@ _CONFUSABLE = [
 
 @pytest.mark.trial(12)
 def test_trial_12_lora_name_tenant_and_salt_never_meet() -> None:
-    """The same word "x" as tenant, group, client key, salt and adapter, over the same tokens."""
+    """The same word "x" as tenant (sealed or not), group, client key, salt and adapter."""
     children = {key.child_key(_PAGE) for key in _CONFUSABLE}
     assert len(children) == len(_CONFUSABLE)
     seeds = {storage_namespace_seed(key.extra_key, key.cache_salt) for key in _CONFUSABLE}

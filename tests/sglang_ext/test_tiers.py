@@ -103,6 +103,30 @@ def test_a_page_comes_back_from_the_disk_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.trial(5)
 @pytest.mark.trial(6)
+def test_the_same_text_of_two_sealed_tenants_has_keys_and_bytes_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Public text included: nothing of it is public to them."""
+    monkeypatch.setenv("SEALED_TIERS", "5e" * 32)
+    tenants = "a: {isolation: sealed}, b: {isolation: sealed}"
+    key = "env:SEALED_TIERS"
+    with tiered(tmp_path, public=[SYSTEM], tenants=tenants, master_key=key) as rig:
+        for owner in ("s:a", "s:b"):
+            rig.write([*SYSTEM, *TEXT], owner)
+        found = keys(rig)
+        assert set(found) == {"s:a", "s:b"}
+        assert not found["s:a"] & found["s:b"]
+        leave_memory(rig)
+        assert fetch(rig, [*SYSTEM, *TEXT], "s:a") == len([*SYSTEM, *TEXT])
+        held = rig.cache.store.held_bytes()
+        assert held["s:a"] == held["s:b"] > 0
+        rig.cache.flush(Owner("s:a"))
+        assert fetch(rig, [*SYSTEM, *TEXT], "s:a") == 0
+        assert fetch(rig, [*SYSTEM, *TEXT], "s:b") == len([*SYSTEM, *TEXT])
+
+
+@pytest.mark.trial(5)
+@pytest.mark.trial(6)
 def test_the_same_text_of_two_tenants_has_keys_and_bytes_of_its_own(tmp_path: Path) -> None:
     """Also behind a public run, whose pages belong to nobody."""
     with tiered(tmp_path, public=[SYSTEM]) as rig:
