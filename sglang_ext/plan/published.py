@@ -50,7 +50,7 @@ class Assumptions:
     """What is assumed of all rows."""
 
     clients: int
-    conversations: int
+    shape: RagShape
     traffic: RagTraffic
     efficiency: Efficiency
     block: int = 100
@@ -70,8 +70,8 @@ def cluster_72b(efficiency: Efficiency) -> Cluster:
 
 
 ASSUMPTIONS = Assumptions(
-    clients=24,
-    conversations=2_000,
+    clients=28,
+    shape=RagShape(documents=1),
     traffic=RagTraffic(conversations=2_000, tenants=20, documents=400, think=300.0, idle=3_000.0),
     efficiency=Efficiency(),
 )
@@ -109,7 +109,7 @@ def simulate_row(row: Row, assumed: Assumptions = ASSUMPTIONS, seed: int = 0) ->
     efficiency = replace(assumed.efficiency, request_seconds=row.request_seconds)
     cluster = cluster_72b(efficiency)
     sizes = Sizes(**row.tokens, kv_bytes=cluster.kv_bytes, block=assumed.block)
-    turns = rag_turns(RagShape(), assumed.traffic, seed)
+    turns = rag_turns(assumed.shape, assumed.traffic, seed)
     requests = rag_requests(turns, 1.0, assumed.block)
     load = Load()
     served = simulate(requests, cluster, TierStack(sizes), clients=assumed.clients, load=load)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_ext.errors import PlanError
 from sglang_ext.plan.workload import Piece, Turn
@@ -71,29 +71,30 @@ def _append(
 def mooncake_requests(path: Path, tenants: int = 1) -> Iterator[PlanRequest]:
     """Yield a Mooncake trace: JSON lines with milliseconds, lengths and block hashes of 512 tokens.
 
-    It has no tenants. Here every conversation belongs to the tenant that its second block names
-    (the first is the same system prompt nearly everywhere), modulo ``tenants``: so that requests
-    that share more than the system prompt are one tenant's. Raises PlanError for another file.
+    It has no tenants and no conversations: each request comes at its time, and belongs to the
+    tenant that its second block names, modulo ``tenants`` (the first is the same system prompt
+    everywhere), so that requests that share more than that are one tenant's. Raises PlanError for
+    another file.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield _mooncake(json.loads(line), tenants)
+                yield _mooncake(json.loads(line), number, tenants)
             except (ValueError, KeyError, TypeError) as error:
                 problem = f"{path}:{number}: no request of a Mooncake trace ({error!r})"
                 raise PlanError(problem) from None
 
 
-def _mooncake(row: dict[str, object], tenants: int) -> PlanRequest:
-    blocks = array("q", row["hash_ids"])  # type: ignore[arg-type]
+def _mooncake(row: dict[str, Any], number: int, tenants: int) -> PlanRequest:
+    blocks = array("q", row["hash_ids"])
     mark = blocks[min(1, len(blocks) - 1)] if blocks else 0
     return PlanRequest(
-        at=float(row["timestamp"]) / 1e3,  # type: ignore[arg-type]
+        at=float(row["timestamp"]) / 1e3,
         tenant=f"t{mark % tenants}",
-        conversation=mark,
+        conversation=number,
         blocks=blocks,
-        prompt=int(row["input_length"]),  # type: ignore[call-overload]
-        answer=int(row["output_length"]),  # type: ignore[call-overload]
+        prompt=int(row["input_length"]),
+        answer=int(row["output_length"]),
         answer_blocks=array("q"),
     )
 

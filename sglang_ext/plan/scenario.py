@@ -129,8 +129,9 @@ def _variants(scenario: Scenario) -> Iterator[tuple[str, str, Scenario]]:
     for tier in ("cpu", "nvme"):
         section = getattr(policy.tiers, tier)
         for factor in _FACTORS if section is not None else ():
-            size = f"{int(section.size.amount * factor)}B"
-            changed = _with(policy, ("tiers", tier, "size"), size)
+            changed = _with(
+                policy, ("tiers", tier, "size"), f"{int(section.size.amount * factor)}B"
+            )
             yield f"tiers.{tier}.size", f"x {factor:g}", replace(scenario, policy=changed)
     for tier in ("hbm", "cpu", "nvme"):
         for ttl in ("10s", "5m", "1h", "7d"):
