@@ -26,15 +26,22 @@ class Outcome:
     known: Counter[str] = field(default_factory=Counter)
     recomputed: Counter[str] = field(default_factory=Counter)
     answers: int = 0
+    begin: float = 0.0
     end: float = 0.0
     load: Load = field(default_factory=Load)
 
     @classmethod
-    def of(cls, served: Iterable[Served], load: Load) -> "Outcome":
-        """Take in all requests of a run; ``load`` is what the same run reports of its engine."""
+    def of(cls, served: Iterable[Served], load: Load, skip: int = 0) -> "Outcome":
+        """Take in the requests of a run but the first ``skip``, which only warm the caches up.
+
+        ``load`` is what the same run reports of its engine, warm-up included.
+        """
         outcome = cls(load=load)
-        for each in served:
-            outcome.add(each)
+        for number, each in enumerate(served):
+            if number < skip:
+                outcome.begin = each.end
+            else:
+                outcome.add(each)
         outcome.ttft.sort()
         return outcome
 
@@ -79,7 +86,7 @@ class Outcome:
     @property
     def output_rate(self) -> float:
         """Output tokens a second."""
-        return self.answers / self.end if self.end else 0.0
+        return self.answers / (self.end - self.begin) if self.end > self.begin else 0.0
 
     def busy(self) -> dict[str, float]:
         """Return what share of the time each constraint was at work."""

@@ -10,7 +10,7 @@ Copies from host memory run while the model computes; those from the disk start 
 arrives and share one channel. A request waits for them no longer than the choice promised.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -227,49 +227,54 @@ def simulate(
     ``clients`` their times do not count: each client sends the next request of the row when it has
     its answer, which is the closed loop of ``benchmarks.rag_chat``. ``load`` is filled as it runs.
     """
-    engine = _Engine(cluster, tiers, weight, most_running, load or Load())
-    return _closed(requests, engine, clients) if clients else _open(requests, engine)
+    line = _Line(_Engine(cluster, tiers, weight, most_running, load or Load()))
+    for request in requests:
+        if clients is None:
+            yield from line.until(request.at)
+        while clients is not None and line.inside >= clients:
+            yield from line.until(line.next_event())
+        line.enter(request, at_once=clients is not None)
+    while line.next_event() < inf:
+        yield from line.until(line.next_event())
 
 
-def _open(requests: Iterable[PlanRequest], engine: _Engine) -> Iterator[Served]:
-    running: Counter[int] = Counter()
-    held_back: dict[int, deque[PlanRequest]] = {}
+class _Line:
+    """In front of an engine: a turn waits here until the one before it has ended."""
 
-    def arrive(request: PlanRequest) -> None:
-        running[request.conversation] += 1
-        engine.arrive(request._replace(at=max(request.at, engine.now)))
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._running: set[int] = set()
+        self._waiting: dict[int, deque[PlanRequest]] = {}
+        self.inside = 0
+        """Requests that entered and have not ended."""
 
-    def until(then: float) -> Iterator[Served]:
-        for served in engine.advance(then):
-            conversation = served.request.conversation
-            running[conversation] -= 1
-            if not running[conversation]:
-                del running[conversation]
-            if conversation in held_back:
-                arrive(held_back[conversation].popleft())
-                if not held_back[conversation]:
-                    del held_back[conversation]
+    def next_event(self) -> float:
+        return self._engine.next_event()
+
+    def enter(self, request: PlanRequest, *, at_once: bool) -> None:
+        """Take in a request at its time, or now."""
+        self.inside += 1
+        request = request._replace(at=self._engine.now) if at_once else request
+        if request.conversation in self._running:
+            self._waiting.setdefault(request.conversation, deque()).append(request)
+        else:
+            self._arrive(request)
+
+    def until(self, then: float) -> Iterator[Served]:
+        """Let everything happen until ``then``, and yield the requests that end."""
+        for served in self._engine.advance(then):
+            self.inside -= 1
+            self._next_turn(served.request.conversation)
             yield served
 
-    for request in requests:
-        yield from until(request.at)
-        if request.conversation in running:
-            held_back.setdefault(request.conversation, deque()).append(request)
-        else:
-            arrive(request)
-    while engine.next_event() < inf:
-        yield from until(engine.next_event())
+    def _next_turn(self, conversation: int) -> None:
+        self._running.discard(conversation)
+        waiting = self._waiting.get(conversation)
+        if waiting:
+            self._arrive(waiting.popleft())
+        if not waiting:
+            self._waiting.pop(conversation, None)
 
-
-def _closed(requests: Iterable[PlanRequest], engine: _Engine, clients: int) -> Iterator[Served]:
-    running: set[int] = set()
-    for request in requests:
-        # A client that draws the next turn of a conversation waits for the one before.
-        while len(running) >= clients or request.conversation in running:
-            for served in engine.advance(engine.next_event()):
-                running.discard(served.request.conversation)
-                yield served
-        running.add(request.conversation)
-        engine.arrive(request._replace(at=engine.now))
-    while engine.next_event() < inf:
-        yield from engine.advance(engine.next_event())
+    def _arrive(self, request: PlanRequest) -> None:
+        self._running.add(request.conversation)
+        self._engine.arrive(request._replace(at=max(request.at, self._engine.now)))
