@@ -21,7 +21,16 @@ from sglang_ext.plan.simulator import Load, simulate
 from sglang_ext.plan.tiers import Sizes, TierStack
 from sglang_ext.plan.workload import RagShape, RagTraffic, rag_turns
 
-__all__ = ["ASSUMPTIONS", "CELLS", "ROWS", "Assumptions", "Row", "cluster_72b", "simulate_row"]
+__all__ = [
+    "ASSUMPTIONS",
+    "CELLS",
+    "ROWS",
+    "Assumptions",
+    "Row",
+    "cluster_72b",
+    "errors",
+    "simulate_row",
+]
 
 _QWEN_72B = {
     "hidden_size": 8192,
@@ -71,36 +80,36 @@ def cluster_72b(efficiency: Efficiency) -> Cluster:
 
 
 ASSUMPTIONS = Assumptions(
-    clients=28,
+    clients=36,
     shape=RagShape(documents=1),
-    traffic=RagTraffic(conversations=2_000, tenants=20, documents=400, think=300.0, idle=3_000.0),
-    efficiency=Efficiency(),
+    traffic=RagTraffic(conversations=600, tenants=20, documents=250, think=300.0, idle=3_000.0),
+    efficiency=Efficiency(compute=0.7, memory=0.75, step_seconds=0.002),
 )
 
 ROWS = (
     Row(
         system="vLLM, prefix caching",
         published=(2_100, 210, 720, 38),
-        tokens={"hbm": 2_000_000},
-        request_seconds=0.1,
+        tokens={"hbm": 620_000},
+        request_seconds=0.19,
     ),
     Row(
         system="SGLang, RadixAttention",
         published=(2_650, 140, 510, 17),
-        tokens={"hbm": 4_000_000},
-        request_seconds=0.05,
+        tokens={"hbm": 1_450_000},
+        request_seconds=0.134,
     ),
     Row(
         system="vLLM + LMCache, CPU and NVMe",
         published=(2_450, 160, 430, 11),
-        tokens={"hbm": 2_000_000, "cpu": 4_000_000},
-        request_seconds=0.08,
+        tokens={"hbm": 620_000, "cpu": 2_100_000},
+        request_seconds=0.154,
     ),
     Row(
         system="vLLM + LMCache, distributed",
         published=(2_380, 180, 480, 6),
-        tokens={"hbm": 2_000_000, "cpu": 6_000_000},
-        request_seconds=0.1,
+        tokens={"hbm": 620_000, "cpu": 3_000_000},
+        request_seconds=0.174,
     ),
 )
 

@@ -69,8 +69,11 @@ class _Decoding:
     tokens: float = 0.0
     ends: list[tuple[float, int, Served, Callable[[], None]]] = field(default_factory=list)
 
-    def add(self, number: int, served: Served, release: Callable[[], None]) -> None:
-        heappush(self.ends, (self.steps + served.request.answer, number, served, release))
+    def add(
+        self, number: int, served: Served, release: Callable[[], None], more_steps: float
+    ) -> None:
+        end = self.steps + served.request.answer + more_steps
+        heappush(self.ends, (end, number, served, release))
         self.tokens += served.request.prompt
 
     def pop(self) -> tuple[Served, Callable[[], None]]:
@@ -196,7 +199,9 @@ class _Engine:
         self._prefill = None
         served.ttft = ended - served.request.at + self._cluster.efficiency.request_seconds
         self._tiers.computed(served.request)
-        self._decoding.add(next(self._numbers), served, release)
+        # What a request costs besides its kernels keeps its client waiting as well.
+        more_steps = self._cluster.efficiency.request_seconds / self._step_seconds()
+        self._decoding.add(next(self._numbers), served, release, more_steps)
 
     def _end_answer(self) -> Served:
         served, release = self._decoding.pop()
