@@ -55,7 +55,7 @@ inline __m128 sum_each(const __m512* v) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// scores[head][key] += query . key over VECTORS vectors of columns, for HEADS heads.
+// scores[head][key] += query . key, in the keys' units, over VECTORS vectors of columns, for HEADS heads.
 template <int HEADS, int VECTORS, typename T>
 void score(const float* query, int64_t width, const Rows<T>& rows, const Ahead<T>& ahead,
            float* scores) {
@@ -70,7 +70,7 @@ void score(const float* query, int64_t width, const Rows<T>& rows, const Ahead<T
       const T* row = rows.at(key + k < rows.count ? key + k : rows.count - 1);
       ahead.ask(key + k);
       for (int i = 0; i < VECTORS; ++i) {
-        const __m512 stored = load(row + i * LANES);
+        const __m512 stored = load_units(row + i * LANES);
         for (int h = 0; h < HEADS; ++h) {
           sums[h][k] = i == 0 ? _mm512_mul_ps(held[h][i], stored)
                               : _mm512_fmadd_ps(held[h][i], stored, sums[h][k]);
@@ -84,7 +84,7 @@ void score(const float* query, int64_t width, const Rows<T>& rows, const Ahead<T
   }
 }
 
-// sums[head] = weights . values over VECTORS vectors of columns, for HEADS heads.
+// sums[head] = weights . values, in their units, over VECTORS vectors of columns, for HEADS heads.
 template <int HEADS, int VECTORS, typename T>
 void blend(const float* weights, int64_t width, const Rows<T>& rows, const Ahead<T>& ahead,
            float* sums) {
@@ -96,7 +96,7 @@ void blend(const float* weights, int64_t width, const Rows<T>& rows, const Ahead
     const T* row = rows.at(key);
     ahead.ask(key);
     for (int i = 0; i < VECTORS; ++i) {
-      const __m512 stored = load(row + i * LANES);
+      const __m512 stored = load_units(row + i * LANES);
       for (int h = 0; h < HEADS; ++h) {
         const __m512 weight = _mm512_set1_ps(weights[h * CHUNK + key]);
         held[h][i] = _mm512_fmadd_ps(weight, stored, held[h][i]);
@@ -191,7 +191,9 @@ struct Partials {
   std::unique_ptr<float[]> maxima, totals, sums;
 };
 
-void merge(const Shape& s, const Partials& p, int64_t first, int64_t last, float* output) {
+// Output of one request, from values in units of `unit`.
+void merge(const Shape& s, const Partials& p, int64_t first, int64_t last, float unit,
+           float* output) {
   for (int64_t head = 0; head < s.heads; ++head) {
     float top = p.maxima[first * s.heads + head];
     for (int64_t task = first + 1; task < last; ++task) {
@@ -208,13 +210,14 @@ void merge(const Shape& s, const Partials& p, int64_t first, int64_t last, float
       const float* sum = p.sums.get() + at * s.value_width;
       for (int64_t i = 0; i < s.value_width; ++i) out[i] += factor * sum[i];
     }
-    for (int64_t i = 0; i < s.value_width; ++i) out[i] /= total;
+    for (int64_t i = 0; i < s.value_width; ++i) out[i] *= unit / total;
   }
 }
 
 template <typename T>
-void decode(const Shape& s, const float* query, const T* keys, const T* values,
+void decode(Shape s, const float* query, const T* keys, const T* values,
             const int32_t* slots, const int64_t* starts, float* output) {
+  s.scale *= UNIT<T>;
   std::vector<int64_t> owners, firsts{0};
   for (int64_t request = 0; request < s.requests; ++request) {
     const int64_t chunks = (starts[request + 1] - starts[request] + CHUNK - 1) / CHUNK;
@@ -242,7 +245,7 @@ void decode(const Shape& s, const float* query, const T* keys, const T* values,
 #pragma omp for
     for (int64_t request = 0; request < s.requests; ++request) {
       float* out = output + request * s.heads * s.value_width;
-      merge(s, p, firsts[request], firsts[request + 1], out);
+      merge(s, p, firsts[request], firsts[request + 1], UNIT<T>, out);
     }
   }
 }

@@ -11,12 +11,12 @@ constexpr int64_t MAX_DIM = 256;
 constexpr int64_t SERIAL_BLOCKS = 8;  // blocks of 16 tokens and a head that one thread does alone
 
 struct E4m3Format {
-  static constexpr int MANTISSA = 3, LOWEST_EXPONENT = -6, SHIFT = 20;
-  static constexpr float LARGEST = 448.0f, BIAS = 0x1p-120f;
+  static constexpr int MANTISSA = 3, LOWEST_EXPONENT = -6, SHIFT = 7;
+  static constexpr float LARGEST = 448.0f, UNITS = 0x1p-8f;
 };
 struct E5m2Format {
-  static constexpr int MANTISSA = 2, LOWEST_EXPONENT = -14, SHIFT = 21;
-  static constexpr float LARGEST = 57344.0f, BIAS = 0x1p-112f;
+  static constexpr int MANTISSA = 2, LOWEST_EXPONENT = -14, SHIFT = 8;
+  static constexpr float LARGEST = 57344.0f, UNITS = 1.0f;
 };
 
 // The nearest number of the format, ties to even; what lies beyond its largest becomes that.
@@ -32,12 +32,14 @@ __m512 rounded(__m512 x) {
   return _mm512_scalef_ps(_mm512_roundscale_ps(steps, 0), step);
 }
 
-// The code of each number of the format; NaN has its own.
+// The code of each number of the format, by way of float16, which holds all of them exactly; NaN has
+// a code of its own.
 template <typename Format>
 __m128i coded(__m512 x) {
-  const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(x, _mm512_set1_ps(Format::BIAS)));
-  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
-  const __m512i size = _mm512_and_si512(_mm512_srli_epi32(bits, Format::SHIFT),
+  const __m512 units = _mm512_mul_ps(x, _mm512_set1_ps(Format::UNITS));
+  const __m512i half = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(units, _MM_FROUND_TO_NEAREST_INT));
+  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(half, 8), _mm512_set1_epi32(0x80));
+  const __m512i size = _mm512_and_si512(_mm512_srli_epi32(half, Format::SHIFT),
                                         _mm512_set1_epi32(0x7f));
   const __mmask16 unordered = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i codes = _mm512_or_si512(sign, size);

@@ -21,22 +21,35 @@ inline __m512 load(const Bf16* stored) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16));
 }
 
-// The exponent and mantissa of an FP8 number, moved to where float32 keeps its own, are right but
-// for the bias, subnormal numbers included. The codes of NaN and infinity come out finite.
-template <int SHIFT>
-__m512 widen_fp8(const uint8_t* stored, float bias) {
+// FP8 numbers become float16 first, subnormal ones included. An E4M3 number has its exponent and
+// mantissa seven bits further up there, where they stand for 2^-8 of what they do here; its codes of
+// NaN come out finite.
+struct E4m3 { uint8_t bits; };
+inline __m512 load_units(const E4m3* stored) {
   const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored));
-  const __m512i wide = _mm512_cvtepu8_epi32(codes);
-  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(wide, _mm512_set1_epi32(0x80)), 24);
-  const __m512i size = _mm512_slli_epi32(_mm512_and_si512(wide, _mm512_set1_epi32(0x7f)), SHIFT);
-  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(sign, size)), _mm512_set1_ps(bias));
+  const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+  return _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16(int16_t(0xbfff))));
 }
 
-struct E4m3 { uint8_t bits; };
-inline __m512 load(const E4m3* stored) { return widen_fp8<20>(&stored->bits, 0x1p120f); }
-
 struct E5m2 { uint8_t bits; };
-inline __m512 load(const E5m2* stored) { return widen_fp8<21>(&stored->bits, 0x1p112f); }
+inline __m512 load(const E5m2* stored) {
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
+}
+
+// Sixteen stored numbers, to be multiplied by UNIT of their type: cheaper than `load` in a loop.
+template <typename T>
+constexpr float UNIT = 1.0f;
+template <>
+constexpr float UNIT<E4m3> = 256.0f;
+
+inline __m512 load(const E4m3* stored) {
+  return _mm512_mul_ps(load_units(stored), _mm512_set1_ps(UNIT<E4m3>));
+}
+template <typename T>
+__m512 load_units(const T* stored) {
+  return load(stored);
+}
 
 // Rounds to the nearest bfloat16, ties to even.
 inline void store(Bf16* to, __m512 values) {
