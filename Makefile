@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PORT ?= 30000
 POLICY ?= examples/tenants.yaml
 
-.PHONY: help install tools serve lint types unit serving test bench-quick clean
+.PHONY: help install tools serve lint types unit serving test bench bench-quick clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,14 @@ serving: $(STAMP) ## Tests against the real server
 
 test: lint types tools ## All checks and all tests
 	$(PYTHON) -m pytest --durations 15
+
+bench: $(STAMP) ## The short version of every benchmark, its results and the tables of docs/benchmarks.md
+	@command -v fio >/dev/null || echo "== no fio: bench_tiers.py checks no bar (apt-get install fio)"
+	for script in benchmarks/bench_*.py; do \
+		timeout 300 $(PYTHON) $$script --quick || echo "== $$script: a bar does not hold, or it did not run"; done
+	timeout 900 $(PYTHON) -m benchmarks.rag_chat --quick --fresh --cells build/rag_chat.quick.jsonl || true
+	$(PYTHON) -m benchmarks.plan --quick || true
+	$(PYTHON) -m benchmarks.tables
 
 bench-quick: $(STAMP) ## Every benchmark, under a minute each, results into build/
 	@command -v fio >/dev/null || echo "== no fio: bench_tiers.py checks no bar (apt-get install fio)"

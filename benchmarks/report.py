@@ -98,7 +98,7 @@ class Report:
 
     def _document(self) -> dict[str, Any]:
         return {
-            "command": " ".join(["python", *sys.argv]),
+            "command": _command(),
             "commit": _commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": _machine(),
@@ -131,6 +131,14 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "  ".join(f"{key} {_text(item)}" for key, item in value.items())
     return str(value)
+
+
+def _command() -> str:
+    """Return the command line; of files elsewhere only the names, as they lie elsewhere again."""
+    spec = sys.modules["__main__"].__spec__
+    program = sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+    given = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join(["python", program, *given])
 
 
 def _commit() -> str:
