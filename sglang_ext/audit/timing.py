@@ -18,7 +18,7 @@ LENGTHS = (1, 8, 16, 64, 512)
 """Tokens that the two prompts have in common."""
 _LEVEL = 0.999
 _TAIL = 8
-_ANSWER = 5
+_ANSWER = 3
 _BATCH_PREFIX = 160
 _BATCH = 6
 

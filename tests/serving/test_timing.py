@@ -10,7 +10,7 @@ from tests.serving.server import Client, ServerProcess
 
 pytestmark = pytest.mark.serving
 
-_PAIRS = {"": 40, "s": 24}
+_PAIRS = {"": 40, "s": 16}
 # A test runs on every change: 999 in 1,000 honest runs must pass.
 _LEVEL = 0.999
 
