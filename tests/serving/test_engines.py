@@ -48,7 +48,9 @@ from tests.serving.test_timing import (  # noqa: F401
 
 pytestmark = pytest.mark.serving
 
-BACK_SECONDS = 60
+# 46 and 51 s were measured on two crowded cores, where each engine starts on one of them; a minute
+# is the promise, and a test leaves room for a slower machine.
+BACK_SECONDS = 120
 POLICY = """version: 1
 admin_keys: ["%s"]
 tenants:
@@ -295,14 +297,14 @@ def _scheduler(family: list[psutil.Process]) -> psutil.Process:
 
 
 async def _until(condition: Any) -> None:
-    end = time.monotonic() + 2 * BACK_SECONDS
+    end = time.monotonic() + BACK_SECONDS
     while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.02)
 
 
 def _serves_again(client: Client) -> None:
-    end = time.monotonic() + 2 * BACK_SECONDS
+    end = time.monotonic() + BACK_SECONDS
     while True:
         answer = client.post("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 1}})
         if answer.status_code == 200:
