@@ -48,7 +48,7 @@ from tests.serving.test_timing import (  # noqa: F401
 
 pytestmark = pytest.mark.serving
 
-# 46 and 51 s were measured on two crowded cores, where each engine starts on one of them; a minute
+# 46 s (first process killed) and 51 s (scheduler) were measured on two crowded cores; a minute
 # is the promise, and a test leaves room for a slower machine.
 BACK_SECONDS = 120
 POLICY = """version: 1
@@ -253,14 +253,14 @@ def _tokens(text: str) -> int:
     return int(json.loads(events[-1])["meta_info"]["completion_tokens"])
 
 
-@pytest.mark.parametrize("victim", ["first process", "scheduler"])
 def test_a_killed_engine_is_back_and_nobody_else_noticed(
-    server: ServerProcess, a: Client, admin: Client, victim: str
+    server: ServerProcess, a: Client, admin: Client
 ) -> None:
-    asyncio.run(_kill_under_load(server, a, admin, victim))
+    """Kill its scheduler: SGLang has to end the rest of it, and the gateway to start it again."""
+    asyncio.run(_kill_under_load(server, a, admin))
 
 
-async def _kill_under_load(server: ServerProcess, a: Client, admin: Client, victim: str) -> None:
+async def _kill_under_load(server: ServerProcess, a: Client, admin: Client) -> None:
     load = Load(server.url)
     row = engines(admin)["a"]
     first = psutil.Process(row["pid"])
@@ -270,8 +270,7 @@ async def _kill_under_load(server: ServerProcess, a: Client, admin: Client, vict
         own = Load(server.url)
         mine = asyncio.create_task(own.run(client, "a"))
         await _until(lambda: min((load.served + own.served)[tenant] for tenant in "abcd") >= 3)
-        target = first if victim == "first process" else _scheduler(family)
-        target.send_signal(signal.SIGKILL)
+        _scheduler(family).send_signal(signal.SIGKILL)
         killed, sent = time.monotonic(), sum(load.served.values())
         await _until(lambda: bool(own.failed))
         own.stopped = True
@@ -281,7 +280,7 @@ async def _kill_under_load(server: ServerProcess, a: Client, admin: Client, vict
         await _until(lambda: sum(load.served.values()) > sent + 10)
         load.stopped = True
         await asyncio.gather(*others)
-    print(f"kill of the {victim}: back after {back:.1f} s; {dict(load.served)} of others served")
+    print(f"back after {back:.1f} s; {dict(load.served)} of others served")
     assert not load.failed, load.failed
     assert back < BACK_SECONDS
     assert all(failure.startswith(("a: 50", "a: Remote", "a: Read")) for failure in own.failed)
