@@ -53,7 +53,7 @@ bench: $(STAMP) ## The short version of every benchmark, its results and the tab
 	for script in benchmarks/bench_*.py; do \
 		timeout --signal=INT 300 $(PYTHON) $$script --quick || echo "== $$script: a bar does not hold, or it did not run"; done
 	timeout --signal=INT 900 $(PYTHON) -m benchmarks.rag_chat --quick --fresh --cells build/rag_chat.quick.jsonl || true
-	$(PYTHON) -m benchmarks.plan --quick $(if $(TRACE),--trace $(TRACE)) || true
+	$(PYTHON) -m benchmarks.plan --quick --cells build/rag_chat.quick.jsonl $(if $(TRACE),--trace $(TRACE)) || true
 	$(PYTHON) -m benchmarks.tables
 
 bench-quick: $(STAMP) ## Every benchmark, under a minute each, results into build/

@@ -59,7 +59,15 @@ def _plan(found: Mapping[str, Any]) -> str:
         cells.append((run["row"], *texts))
     header = ("system: published / simulated (error)", *found["runs"][0]["cells"])
     bars = [(bar["name"], _short(bar["value"]), _bound(bar)) for bar in found["bars"]]
-    return _table(header, cells) + "\n" + _table(("bar", "value", "bound"), bars)
+    predicted = [
+        (name.partition(": hit rate")[0], *str(value).split(" / "))
+        for name, value in found["figures"].items()
+        if "hit rate, measured / simulated" in name
+    ]
+    tables = [_table(header, cells), _table(("bar", "value", "bound"), bars)]
+    if predicted:
+        tables.append(_table(("hit rate of", "measured", "simulated"), predicted))
+    return "\n".join(tables)
 
 
 def _short(value: float) -> str:

@@ -55,3 +55,7 @@ class Cells:
         """Return an engine's results of one size, by seed."""
         found = [cell for cell in self._found if (cell.engine, cell.size) == (engine, size)]
         return [self._found[cell] for cell in sorted(found, key=lambda cell: cell.seed)]
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return all results."""
+        return list(self._found.values())
