@@ -136,7 +136,8 @@ def _text(value: Any) -> str:
 def _command() -> str:
     """Return the command line; of files elsewhere only the names, as they lie elsewhere again."""
     spec = sys.modules["__main__"].__spec__
-    program = sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+    script = os.path.relpath(sys.argv[0], Path(__file__).parents[1])
+    program = script if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     given = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return " ".join(["python", program, *given])
 
