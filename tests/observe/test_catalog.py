@@ -13,7 +13,15 @@ from sglang_ext.observe.catalog import METRICS, Kind, Metric, make, table
 _ROOT = Path(__file__).parents[2]
 _SOURCES = [
     path
-    for folder in ("sglang_ext", "sglang_ext/observe", "sglang_ext/gateway", "patches", "radix", "tenancy", "tiering")
+    for folder in (
+        "sglang_ext",
+        "sglang_ext/observe",
+        "sglang_ext/gateway",
+        "patches",
+        "radix",
+        "tenancy",
+        "tiering",
+    )
     for path in (_ROOT / folder).glob("*.py")
 ]
 _UNITS = ("_seconds", "_tokens", "_requests", "_bytes", "_engines")
