@@ -332,5 +332,7 @@ def test_what_the_tiers_cost_in_hbm_is_as_written(tmp_path: Path) -> None:
     readme = Path(__file__).parents[2] / "README.md"
     assert f"at most {_WRITE_BACK_STAGING_PAGE_CHUNK} pages" in readme.read_text(encoding="utf-8")
     with tiered(tmp_path) as rig:
-        pool = rig.cache.cache_controller.mem_pool_host
-        assert pool.staging_page_capacity == 0, "without a GPU there is none"
+        pools = rig.cache.host_pool_group.entries
+        assert pools
+        for entry in pools:
+            assert entry.host_pool.staging_page_capacity == 0, "without a GPU there is none"
