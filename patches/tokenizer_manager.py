@@ -59,6 +59,7 @@ def identity_hooks(observer: RequestObserver) -> list[Hook]:
         Context().run(manager.auto_create_handle_loop)
         async with AsyncExitStack() as stack:
             observe = stack.enter_context(observer.request(identity.tenant))
+            _check_ids(obj, manager)
             apply_identity(obj, identity)
             outputs = _closed_as(identity, original(manager, obj, request))
             async for output in await stack.enter_async_context(outputs):
@@ -74,6 +75,21 @@ def identity_hooks(observer: RequestObserver) -> list[Hook]:
         Hook(f"{_MANAGER}.close_session", _close_session, ("self", "obj", "request")),
         Hook(f"{_IO}.GenerateReqInput.regenerate_rid", _regenerate_rid, ("self",)),
     ]
+
+
+def _check_ids(obj: Any, manager: Any) -> None:
+    """Raise ValueError for a token id that the model has not: SGLang looks it up as it is, and the
+    error ends the engine, for everybody."""
+    ids = getattr(obj, "input_ids", None)
+    if not ids:
+        return
+    size = int(manager.model_config.vocab_size)
+    rows = [ids] if isinstance(ids[0], int) else ids
+    wrong = next(
+        (id for row in rows if row for id in (min(row), max(row)) if not 0 <= id < size), None
+    )
+    if wrong is not None:
+        raise ValueError(f"input_ids: found {wrong}, expected token ids from 0 to {size - 1}")
 
 
 @asynccontextmanager

@@ -2,17 +2,25 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sglang_ext.audit.party import Party, Prompts, json_of
 from sglang_ext.audit.report import Finding, not_run, verdict_of
 from sglang_ext.errors import ServerError
 
-__all__ = ["foreign_abort", "foreign_session", "foreign_flush"]
+__all__ = ["deadly_requests", "foreign_abort", "foreign_flush", "foreign_session"]
 
 _ANSWER = 64
 _PROMPT = 32
 _WAIT_S = 120
+_DEADLY_S = 20.0
+_DEADLY: dict[str, dict[str, object]] = {
+    "a token id beyond the vocabulary": {"input_ids": [10**9]},
+    "a token id below 0": {"input_ids": [-1]},
+    "labels for metrics": {"text": "x", "custom_labels": {"tenant": "x"}},
+    "too long a prompt": {"text": "x " * 200_000},
+}
 
 
 class _Running:
@@ -71,6 +79,26 @@ def _aborts(name: str) -> list[tuple[str, Callable[[str], dict[str, object]]]]:
         ("by prefix", lambda rid: {"rid": ""}),
         ("all", lambda rid: {"abort_all": True}),
     ]
+
+
+def deadly_requests(victim: Party, attacker: Party, prompts: Prompts) -> Finding:
+    """Return the row: is there a request after which the server answers nobody?
+
+    To be made last: where it succeeds, nothing is left to attack.
+    """
+    attack, problems = "requests that stop the server", []
+    impatient = [Party(one.url, one.key, _DEADLY_S) for one in (victim, attacker)]
+    for what, fields in _DEADLY.items():
+        with suppress(ServerError):
+            impatient[1].post("/generate", {**fields, "sampling_params": {"max_new_tokens": 1}})
+        try:
+            impatient[0].warm(prompts.ids(_PROMPT))
+        except ServerError:
+            problems.append(f"{what}: the victim is not answered any more")
+            break
+    for one in impatient:
+        one.close()
+    return verdict_of(attack, problems, f"{len(_DEADLY)} tried, the victim is answered")
 
 
 def foreign_session(victim: Party, attacker: Party, prompts: Prompts) -> Finding:

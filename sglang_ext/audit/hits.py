@@ -71,7 +71,6 @@ def _forged_fields(name: str) -> list[tuple[str, object]]:
         ("rid", f"{name}/forged"),
         ("routing_key", name),
         ("session_id", f"{name}/forged"),
-        ("custom_labels", {"tenant": name}),
         ("priority", 2**30),
         ("data_parallel_rank", 0),
     ]

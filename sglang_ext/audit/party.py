@@ -34,10 +34,10 @@ class Times:
 class Party:
     """One client with one key; an empty key sends none."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, timeout_s: float = _TIMEOUT_S) -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.url = url
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S)
+        self.url, self.key = url, key
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s)
 
     def close(self) -> None:
         """Close the connections."""

@@ -97,7 +97,6 @@ def _bad_bodies(attacker: Party) -> list[Callable[[], str]]:
         {"text": 5},
         {"text": "x", "sampling_params": {"temperature": "hot"}},
         {"text": "x", "session_params": {"id": "nobody"}},
-        {"input_ids": [10**9]},
         {"text": "x " * 200_000},
         [],
     ]

@@ -56,6 +56,7 @@ def _rows(target: Target, victim: Party, attacker: Party, prompts: Prompts) -> I
         lambda: reads.no_key(target.url, prompts),
         lambda: outside.kv_events(*both, target.kv_events),
         lambda: outside.nvme_files(victim, prompts, target.nvme_folder),
+        lambda: harm.deadly_requests(*both),
     ]
     for attack in attacks:
         yield attack()

@@ -32,6 +32,7 @@ class Fake:
         self.running: dict[str, bool] = {}
         self.sessions: dict[str, int] = {}
         self.total = 0
+        self.dead = False
         self.last_text = ""
         routes = {
             "/tokenize": self.tokenize,
@@ -85,6 +86,9 @@ class Fake:
         if tenant is None:
             return _refused(401, "unknown key")
         body = await _body(request)
+        if self.leak == "deadly" and (self.dead or "custom_labels" in body):
+            self.dead = True
+            return _refused(500, "gone")
         if not isinstance(body, dict) or not ("input_ids" in body or "text" in body):
             told = self.last_text if self.leak == "error text" else "nothing"
             return _refused(400, f"expected input_ids or text, found {told}")

@@ -53,6 +53,7 @@ ATTACKS: dict[str, Callable[[Attack], Finding]] = {
     "abort": lambda on: harm.foreign_abort(*on.both, "victim"),
     "session": lambda on: harm.foreign_session(*on.both),
     "flush": lambda on: harm.foreign_flush(*on.both, "victim"),
+    "deadly": lambda on: harm.deadly_requests(*on.both),
     "metrics": lambda on: reads.metrics(*on.both),
     "errors": lambda on: reads.error_texts(*on.both, "victim"),
     "policy": lambda on: reads.policy_reads(on.attacker, "victim"),
@@ -79,6 +80,7 @@ LEAKS = {
     "usage": "policy",
     "policy": "policy",
     "no key": "no key",
+    "deadly": "deadly",
 }
 
 
@@ -204,7 +206,7 @@ def test_the_command_says_what_leaks(
     document = json.loads(file.read_text())
     assert document["passed"] == (status == 0)
     rows = {row["attack"]: row["verdict"] for row in document["findings"]}
-    assert len(rows) == 23
+    assert len(rows) == 24
     assert rows["flush"] == ("LEAK" if leak else "pass")
     assert [row for row in rows if rows[row] == "LEAK"] == ([leak] if leak else [])
     printed = capsys.readouterr().out

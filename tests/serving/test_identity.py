@@ -158,3 +158,14 @@ def test_sessions_are_the_tenants(a: Client, b: Client) -> None:
     answer = a.post("/generate", {**again, "sampling_params": {"max_new_tokens": 1}}).json()
     assert answer["meta_info"]["prompt_tokens"] > first.json()["meta_info"]["prompt_tokens"]
     assert a.post("/close_session", {"session_id": "chat"}).status_code == 200
+
+
+@pytest.mark.parametrize("ids", [[10**9], [-1], [[5, 6], [5, 10**9]]], ids=str)
+def test_a_token_id_that_the_model_has_not_is_refused_and_ends_nobody(
+    a: Client, b: Client, ids: list[object]
+) -> None:
+    for path, field in (("/generate", "input_ids"), ("/v1/completions", "prompt")):
+        answer = a.post(path, {"model": "m", field: ids})
+        assert answer.status_code == 400, answer.text
+        assert "expected token ids from 0 to" in answer.text
+    assert b.generate("still here")["meta_info"]
