@@ -51,11 +51,14 @@ def identity(fingerprint: Fingerprint) -> str:
 def lock_folder(folder: Path) -> int:
     """Create the folder and lock it for this process; returns the descriptor that holds the lock.
 
+    Nobody but its user may look into it: the index names owners, and hashes of what they sent.
+
     Raises StoreError when another server has it, or when it cannot be written.
     """
     path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StoreError(f"NVMe folder {folder}: cannot be written: {error.strerror}") from error

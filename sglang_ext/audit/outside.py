@@ -65,7 +65,7 @@ def nvme_files(victim: Party, prompts: Prompts, folder: Path | None) -> Finding:
         count += 1
         found = [what for what, pattern in patterns.items() if _in_file(path, pattern)]
         problems += [f"{path.name} holds the victim's {what}" for what in found]
-        if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        if _is_open(path, folder):
             problems.append(f"{path.name} can be read by other users")
     if not count:
         return not_run(attack, f"{folder} has no files")
@@ -127,6 +127,15 @@ def _owners_of(events: Sequence[dict[str, Any]], ids: Sequence[int]) -> set[str 
         for owner, tokens in stored.items()
         if any(tuple(tokens[at : at + _RUN]) in runs for at in range(len(tokens) - _RUN + 1))
     }
+
+
+def _is_open(path: Path, top: Path) -> bool:
+    """Tell whether other users of the machine may read a file, by all folders from ``top`` on."""
+    folders = [folder for folder in path.parents if folder.is_relative_to(top)]
+    return any(
+        path.stat().st_mode & read and all(folder.stat().st_mode & enter for folder in folders)
+        for read, enter in ((stat.S_IRGRP, stat.S_IXGRP), (stat.S_IROTH, stat.S_IXOTH))
+    )
 
 
 def _as_bytes(ids: Sequence[int], code: str) -> bytes:

@@ -152,11 +152,16 @@ def test_events_must_name_the_owner_of_a_text(
     assert found.verdict is verdict, found
 
 
-@pytest.mark.parametrize("leak", ["ids", "text", "mode", ""])
+@pytest.mark.parametrize("leak", ["ids", "text", "mode", "", "closed folder"])
 def test_files_must_not_tell(leak: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside, "_FILES_S", 0.0)
-    fake, page = Fake(), tmp_path / "page"
-    page.touch(mode=0o644 if leak == "mode" else 0o600)
+    tmp_path.chmod(0o755)
+    inner = tmp_path / "rank"
+    inner.mkdir()
+    inner.chmod(0o700 if leak == "closed folder" else 0o755)
+    fake, page = Fake(), inner / "page"
+    page.touch()
+    page.chmod(0o644 if leak in ("mode", "closed folder") else 0o600)
     remember = fake.cached
 
     def written(space: str, ids: list[int], remember_it: bool = True) -> int:
@@ -177,7 +182,8 @@ def test_files_must_not_tell(leak: str, tmp_path: Path, monkeypatch: pytest.Monk
             on.victim.post = post  # type: ignore[method-assign]
         found = outside.nvme_files(on.victim, on.prompts, tmp_path)
         on.close()
-    assert found.verdict is (Verdict.LEAK if leak else Verdict.PASS), found
+    tells = leak not in ("", "closed folder")
+    assert found.verdict is (Verdict.LEAK if tells else Verdict.PASS), found
 
 
 def test_what_is_not_given_is_not_run(tmp_path: Path) -> None:

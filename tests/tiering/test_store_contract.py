@@ -204,3 +204,14 @@ def test_an_owner_with_an_odd_name(harness: Harness) -> None:
     refs = [PageRef(Owner("t:größe/../\0'; DROP TABLE pages"), b"k")]
     assert put(harness.store, refs) == [True]
     assert get(harness.restart(), refs) == [True]
+
+
+def test_nobody_else_may_look_into_the_folder(tmp_path: Path) -> None:
+    """Also where it was there before, open to all."""
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages").chmod(0o755)
+    store = make_store(tmp_path)
+    try:
+        assert (tmp_path / "pages").stat().st_mode & 0o777 == 0o700
+    finally:
+        store.close()
