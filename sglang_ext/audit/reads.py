@@ -35,7 +35,8 @@ def metrics(victim: Party, attacker: Party, prompts: Prompts) -> Finding:
     victim.warm(prompts.ids(64))
     after = _samples(attacker.get("/metrics").text)
     moved = sorted(_moved(before, after) - idle)
-    problems = [f"{len(moved)} series moved with the victim, such as {moved[0]}"] if moved else []
+    names = [series.partition("{")[0] for series in moved[:1]]
+    problems = [f"{len(moved)} series moved with the victim, such as {name}" for name in names]
     return verdict_of(attack, problems, "readable, but nothing in them moves with the victim")
 
 
