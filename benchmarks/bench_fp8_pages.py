@@ -11,7 +11,6 @@ take turns while the other sleeps.
 """
 
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -134,8 +133,6 @@ def main() -> int:
     parser = arguments("bench_fp8_pages", __doc__ or "")
     parser.add_argument("--port", type=int, default=31_950)
     options = parser.parse_args()
-    # Ends the servers as well.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     report = Report("FP8 pages beside bf16 pages")
     with tempfile.TemporaryDirectory() as folder:
         policies = write_policies(Path(folder), KINDS, TENANT)

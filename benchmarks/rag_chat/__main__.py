@@ -22,7 +22,6 @@ tried again.
 
 import argparse
 import asyncio
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -73,8 +72,6 @@ def _setting(options: argparse.Namespace) -> Setting:
 def main() -> int:
     """Measure what is missing, report on all, and return the exit status."""
     options = _options()
-    # So that the engines end with this program, however it is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     setting = _setting(options)
     names = options.engines or (_QUICK_ENGINES if options.quick else list(PEERS))
     seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
