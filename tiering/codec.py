@@ -1,8 +1,9 @@
 """Turns a body into the bytes of a page and back, encrypted where the owner asks for it."""
 
 from collections.abc import Callable
+from typing import Protocol
 
-from sglang_ext.tiering.encryption import KeyRing, OwnerKey
+from sglang_ext.tiering.encryption import OwnerKey
 from sglang_ext.tiering.page_format import (
     HEADER_BYTES,
     Fingerprint,
@@ -18,14 +19,25 @@ from sglang_ext.tiering.page_format import (
 )
 from sglang_ext.types import Owner
 
-__all__ = ["PageCodec"]
+__all__ = ["OwnerKeys", "PageCodec"]
+
+
+class OwnerKeys(Protocol):
+    """Where the keys of owners come from; None where there is none, or it cannot be used."""
+
+    def find(self, owner: Owner) -> OwnerKey | None: ...
+
+    def find_or_make(self, owner: Owner) -> OwnerKey | None: ...
 
 
 class PageCodec:
     """Seals and opens pages of one engine configuration. Thread-safe."""
 
     def __init__(
-        self, fingerprint: Fingerprint, keyring: KeyRing | None, encrypted: Callable[[Owner], bool]
+        self,
+        fingerprint: Fingerprint,
+        keyring: OwnerKeys | None,
+        encrypted: Callable[[Owner], bool],
     ) -> None:
         self.fingerprint = fingerprint
         self._keyring = keyring

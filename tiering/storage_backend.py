@@ -1,4 +1,4 @@
-"""The NVMe store as SGLang's HiCache sees it (``--hicache-storage-backend dynamic``).
+"""The NVMe and remote stores as SGLang's HiCache sees them (``--hicache-storage-backend dynamic``).
 
     --hicache-storage-backend-extra-config '{
         "backend_name": "sglang_ext", "module_path": "sglang_ext.tiering.storage_backend",
@@ -6,16 +6,19 @@
         "folder": "/var/lib/sglang-ext", "total_bytes": 2000000000000, "weights_hash": "..."}'
 
 Optional: ``kv_dtype`` and ``scales`` (what the pool's tensor type does not tell), ``depth``,
-``timeout_s``, ``master_key`` (a file, or env:NAME), without which nothing can be encrypted.
+``timeout_s``, ``master_key`` (a file, or env:NAME), without which nothing can be encrypted, and
+``remote``, a store that other machines share (see ``remote_open``).
 
 SGLang names pages by a hash and says no owner. The cache tells it first through ``note_owner``. A
 page without an owner is never written; to be read, it is looked for among the owners that are here.
+What is not on this machine's disk is asked of the remote store.
 """
 
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,9 @@ from sglang_ext.tiering.caps import Caps
 from sglang_ext.tiering.encryption import KeyRing, master_key
 from sglang_ext.tiering.nvme_store import NvmeStore, StoreConfig
 from sglang_ext.tiering.page_format import Fingerprint
+from sglang_ext.tiering.page_store import LocalFirst
+from sglang_ext.tiering.remote_open import open_remote
+from sglang_ext.tiering.remote_store import RemoteStore
 from sglang_ext.tiering.transfers import PageRef, bytes_on_disk
 from sglang_ext.types import Owner
 
@@ -64,6 +70,12 @@ class ExtStorage(HiCacheStorage):
         self._encrypted: frozenset[Owner] = frozenset()
         self._keys: KeyRing | None = None
         self._store: NvmeStore | None = None
+        self.remote: RemoteStore | None = None
+        """The store that other machines share; needs the host pool."""
+        self.copies: Callable[[Owner], bool] = lambda owner: False
+        """Tells whose pages are copied to the remote store."""
+        self.remote_lifetime_s: Callable[[Owner], float] = lambda owner: 0.0
+        """Tells for how long after it was written a page of the remote store is good."""
         self.before_sealed_read: Callable[[torch.Tensor], None] = lambda slots: None
         """Called with the slots of the host pool that are about to get pages of sealed owners."""
 
@@ -99,6 +111,8 @@ class ExtStorage(HiCacheStorage):
             if wanted:
                 raise StoreError("NVMe tier: encrypted pages need a master_key in the config")
             return
+        if self.remote is not None and wanted != self._encrypted:
+            self.remote.encryption_changed()
         self._encrypted = wanted
         for owner in {*wanted, *self.store.owners()}:
             if self._keys.holds(owner) != (owner in wanted):
@@ -107,7 +121,7 @@ class ExtStorage(HiCacheStorage):
             self._keys.find_or_make(owner)
 
     def delete_owner(self, owner: Owner) -> int:
-        """Delete every page of ``owner``, also those on their way here; return the bytes freed.
+        """Delete every page of ``owner`` here, also those on their way; return the bytes freed.
 
         Its key goes first, so that no copy of its encrypted pages can ever be read; the next page
         gets a new one. O(pages of the owner, notes).
@@ -132,7 +146,10 @@ class ExtStorage(HiCacheStorage):
             for name in hashes:
                 if self._owners.get(name) == owner:
                     del self._owners[name]
-        return self.store.delete([PageRef(owner, bytes.fromhex(name)) for name in hashes])
+        refs = [PageRef(owner, bytes.fromhex(name)) for name in hashes]
+        if self.remote is not None and refs and self.copies(owner):
+            self.remote.delete_soon(refs)
+        return self.store.delete(refs)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the folder for pages of this pool. Raises StoreError, KeyRingError."""
@@ -143,21 +160,30 @@ class ExtStorage(HiCacheStorage):
             raise UnsupportedError(f"NVMe tier: {type(mem_pool_host).__name__}: {error}") from error
         self._page_bytes = page.numel() * page.element_size()
         self.config = self._store_config(page)
+        master = None
         if "master_key" in self._extra:
             master = master_key(self._extra["master_key"])
             self._keys = KeyRing(self.config.folder / "keys", master)
         self._store = NvmeStore(self.config, self._keys)
+        if "remote" in self._extra:
+            self.remote = open_remote(
+                self._extra["remote"],
+                self.config,
+                self._page_bytes,
+                master,
+                lambda owner: self.copies(owner),
+                lambda owner: self.remote_lifetime_s(owner),
+            )
+        self._pages = LocalFirst(self._store, self.remote)
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """Count the pages that are there, up to the first that is not."""
         refs = self._refs(keys)
-        found = self.store.contains_batch([ref for ref in refs if ref is not None])
-        for place, ref in enumerate(refs):
-            if ref is None or not found[place]:
-                return place
-        return len(keys)
+        known = list(takewhile(lambda ref: ref is not None, refs))
+        found = self._pages.contains_batch([ref for ref in known if ref is not None])
+        return next((place for place, there in enumerate(found) if not there), len(known))
 
     def batch_get_v1(
         self,
@@ -166,7 +192,7 @@ class ExtStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Read pages into the host pool; False for each that must be computed instead."""
-        return self._read(keys, self._pages(host_indices), host_indices)
+        return self._read(keys, self._pool_pages(host_indices), host_indices)
 
     def batch_set_v1(
         self,
@@ -175,7 +201,7 @@ class ExtStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Write pages of the host pool; False for each that was refused."""
-        return self._write(keys, self._pages(host_indices))
+        return self._write(keys, self._pool_pages(host_indices))
 
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
@@ -217,14 +243,16 @@ class ExtStorage(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Delete every page of every owner."""
+        """Delete every page of every owner on this machine."""
         for owner in self.store.owners():
             self.store.delete_owner(owner)
 
     def close(self) -> None:
-        """Save the index and free the folder."""
+        """Save the index, free the folder, and let go of the remote store."""
         if self._store is not None:
             self._store.close()
+        if self.remote is not None:
+            self.remote.close()
 
     def _read(
         self, keys: list[str], pages: Sequence[torch.Tensor], slots: torch.Tensor | None = None
@@ -239,7 +267,7 @@ class ExtStorage(HiCacheStorage):
             np.copyto(page, _like(body, page))
 
         wanted = [ref for ref in refs if ref is not None]
-        return _spread(len(keys), places, self.store.get_batch(wanted, deliver))
+        return _spread(len(keys), places, self._pages.get_batch(wanted, deliver))
 
     def _write(self, keys: list[str], pages: Sequence[torch.Tensor]) -> list[bool]:
         with self._owners_lock:
@@ -255,7 +283,7 @@ class ExtStorage(HiCacheStorage):
             for owner, key in zip(owners, keys, strict=True)
             if owner is not None
         ]
-        stored = self.store.put_batch(refs, [self._page_bytes] * len(refs), fill)
+        stored = self._pages.put_batch(refs, [self._page_bytes] * len(refs), fill)
         return _spread(len(keys), places, stored)
 
     def _writer(self, owner: Owner | None) -> Owner | None:
@@ -279,7 +307,7 @@ class ExtStorage(HiCacheStorage):
             refs.append(None if owner is None else PageRef(owner, name))
         return refs
 
-    def _pages(self, host_indices: torch.Tensor) -> list[torch.Tensor]:
+    def _pool_pages(self, host_indices: torch.Tensor) -> list[torch.Tensor]:
         pool = self.mem_pool_host
         starts = host_indices.tolist()[:: pool.page_size]
         return [pool.get_data_page(start, flat=False) for start in starts]

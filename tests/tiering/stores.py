@@ -12,6 +12,7 @@ from sglang_ext.tiering.encryption import KeyRing
 from sglang_ext.tiering.file_io import FileIO
 from sglang_ext.tiering.nvme_store import NvmeStore, StoreConfig
 from sglang_ext.tiering.page_format import Fingerprint
+from sglang_ext.tiering.page_store import PageStore
 from sglang_ext.tiering.transfers import PageRef, copy_from, copy_into
 from sglang_ext.types import Owner
 
@@ -151,14 +152,14 @@ def body_of(ref: PageRef, size: int = BODY_BYTES) -> bytes:
     return random.Random(f"{ref.owner}{ref.key.hex()}{size}").randbytes(size)
 
 
-def put(store: NvmeStore, refs: Sequence[PageRef], size: int = BODY_BYTES) -> list[bool]:
+def put(store: PageStore, refs: Sequence[PageRef], size: int = BODY_BYTES) -> list[bool]:
     """Store pages with their right content."""
     bodies = [memoryview(body_of(ref, size)) for ref in refs]
     return store.put_batch(refs, [size] * len(refs), copy_from(bodies))
 
 
 def get(
-    store: NvmeStore,
+    store: PageStore,
     refs: Sequence[PageRef],
     size: int = BODY_BYTES,
     timeout_s: float | None = None,
