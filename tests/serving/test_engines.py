@@ -8,10 +8,8 @@ import json
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -22,6 +20,7 @@ from tests.serving import test_timing
 from tests.serving.conftest import GROUP, SMALL_POOL
 from tests.serving.prompts import unique_prompt
 from tests.serving.server import Client, ServerProcess
+from tests.serving.steady import BACK_SECONDS, Steady, engines, scheduler_in, serves_again, until
 
 # Imported tests run on the server of this module.
 from tests.serving.test_identity import (  # noqa: F401
@@ -48,9 +47,6 @@ from tests.serving.test_timing import (  # noqa: F401
 
 pytestmark = pytest.mark.serving
 
-# 46 s (first process killed) and 51 s (scheduler) were measured on two crowded cores; a minute
-# is the promise, and a test leaves room for a slower machine.
-BACK_SECONDS = 120
 POLICY = """version: 1
 admin_keys: ["%s"]
 tenants:
@@ -94,11 +90,6 @@ def level(monkeypatch: pytest.MonkeyPatch) -> str:
     # A's hits are in another process: fewer pairs than within one server show as much.
     monkeypatch.setitem(test_timing._PAIRS, "", 16)
     return ""
-
-
-def engines(admin: Client) -> dict[str, dict[str, Any]]:
-    """Return the operator's list of engines by name."""
-    return {row["engine"]: row for row in admin.get("/ext/v1/engines").json()["engines"]}
 
 
 def test_each_engine_has_processes_and_cores_of_its_own(admin: Client) -> None:
@@ -222,37 +213,6 @@ def test_tenants_come_change_and_go_in_their_engine(admin: Client, server: Serve
     assert new.get("/v1/models").status_code == 401
 
 
-class Load:
-    """Tenants that send without a pause; what was not answered whole is kept."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.stopped = False
-        self.served: Counter[str] = Counter()
-        self.failed: list[str] = []
-
-    async def run(self, client: httpx.AsyncClient, tenant: str) -> None:
-        while not self.stopped:
-            number = self.served[tenant]
-            sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-            text = f"{unique_prompt(f'load {tenant}', 40)} {number % 5}"
-            body = {"text": text, "stream": bool(number % 2), "sampling_params": sampling}
-            headers = {"authorization": f"Bearer key-{tenant}"}
-            try:
-                answer = await client.post(f"{self.url}/generate", json=body, headers=headers)
-            except httpx.HTTPError as error:
-                self.failed.append(f"{tenant}: {error!r}")
-            else:
-                whole = answer.status_code == 200 and _tokens(answer.text) == 8
-                self.served[tenant] += whole
-                self.failed += [] if whole else [f"{tenant}: {answer.status_code} {answer.text}"]
-
-
-def _tokens(text: str) -> int:
-    events = [line.removeprefix("data: ") for line in text.splitlines() if "meta_info" in line]
-    return int(json.loads(events[-1])["meta_info"]["completion_tokens"])
-
-
 def test_a_killed_engine_is_back_and_nobody_else_noticed(
     server: ServerProcess, a: Client, admin: Client
 ) -> None:
@@ -261,23 +221,23 @@ def test_a_killed_engine_is_back_and_nobody_else_noticed(
 
 
 async def _kill_under_load(server: ServerProcess, a: Client, admin: Client) -> None:
-    load = Load(server.url)
+    load = Steady(server.url)
     row = engines(admin)["a"]
     first = psutil.Process(row["pid"])
     family = [first, *first.children(recursive=True)]
     async with httpx.AsyncClient(timeout=120) as client:
         others = [asyncio.create_task(load.run(client, tenant)) for tenant in "bcd"]
-        own = Load(server.url)
+        own = Steady(server.url)
         mine = asyncio.create_task(own.run(client, "a"))
-        await _until(lambda: min((load.served + own.served)[tenant] for tenant in "abcd") >= 3)
-        _scheduler(family).send_signal(signal.SIGKILL)
+        await until(lambda: min((load.served + own.served)[tenant] for tenant in "abcd") >= 3)
+        scheduler_in(family).send_signal(signal.SIGKILL)
         killed, sent = time.monotonic(), sum(load.served.values())
-        await _until(lambda: bool(own.failed))
+        await until(lambda: bool(own.failed))
         own.stopped = True
         await mine
-        await asyncio.to_thread(_serves_again, a)
+        await asyncio.to_thread(serves_again, a)
         back = time.monotonic() - killed
-        await _until(lambda: sum(load.served.values()) > sent + 10)
+        await until(lambda: sum(load.served.values()) > sent + 10)
         load.stopped = True
         await asyncio.gather(*others)
     print(f"back after {back:.1f} s; {dict(load.served)} of others served")
@@ -289,28 +249,6 @@ async def _kill_under_load(server: ServerProcess, a: Client, admin: Client) -> N
     assert now["restarts"] == row["restarts"] + 1
     assert engines(admin)["shared"]["restarts"] == 0
     assert not [one for one in family if one.is_running() and one.status() != "zombie"]
-
-
-def _scheduler(family: list[psutil.Process]) -> psutil.Process:
-    return next(one for one in family if "scheduler" in " ".join(one.cmdline()))
-
-
-async def _until(condition: Any) -> None:
-    end = time.monotonic() + BACK_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
-
-
-def _serves_again(client: Client) -> None:
-    end = time.monotonic() + BACK_SECONDS
-    while True:
-        answer = client.post("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 1}})
-        if answer.status_code == 200:
-            return
-        assert answer.status_code in (502, 503), answer.text
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def test_the_audit_log_names_who_changed_what(policy: Path) -> None:
