@@ -37,6 +37,10 @@ class Feedback:
         """Those of some heads."""
         return Feedback(self.order[heads], self.spread[heads])
 
+    def to(self, device: torch.device | str) -> "Feedback":
+        """The same on ``device``."""
+        return Feedback(self.order.to(device), self.spread.to(device))
+
 
 class QueryStatistics:
     """Running second moment of the queries that read each KV head, over any number of tokens."""

@@ -10,6 +10,8 @@ it, but the log-sum-exp does not, and neither does a soft cap or a sink. Query h
 head i reads KV head ``i // (query heads / KV heads)``.
 """
 
+import math
+
 import torch
 
 from sglang_ext.tiering.quantizer import Channels
@@ -35,10 +37,20 @@ class Folding:
     def mean_logits(self, query: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         """Return ``softmax_scale * q . mu_k``, float32 [tokens, query heads].
 
-        Natural units. Add it to the log-sum-exp (times log2(e) where that is base 2) before merging
-        with a state over unshifted keys, and to the logits where a soft cap or a sink sees them.
+        Natural units. Softmax drops it; a log-sum-exp that is merged with that of other keys, and
+        logits that a soft cap or a sink sees, need it.
         """
         return (query.float() * self._key_mean).sum(dim=-1) * softmax_scale
+
+    def log2_sum_exp(
+        self, found: torch.Tensor, query: torch.Tensor, softmax_scale: float
+    ) -> torch.Tensor:
+        """Return the log-sum-exp over the keys from that over their codes.
+
+        ``found`` and the result: base 2, as FlashInfer has it, float32 [tokens, query heads].
+        ``query`` is the one before ``query()``.
+        """
+        return found + self.mean_logits(query, softmax_scale) * math.log2(math.e)
 
     def output(self, output: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
         """Return the attention output [tokens, query heads, dim] over V from that over its codes.

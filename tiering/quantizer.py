@@ -39,6 +39,7 @@ __all__ = [
     "error_bound",
     "quantize",
     "require_finite",
+    "within_range",
 ]
 
 
@@ -86,6 +87,11 @@ class Channels:
         """Those of some heads."""
         feedback = self.feedback and self.feedback.heads(heads)
         return Channels(self.scale[heads], self.mean[heads], feedback)
+
+    def to(self, device: torch.device | str) -> "Channels":
+        """The same on ``device``."""
+        feedback = self.feedback and self.feedback.to(device)
+        return Channels(self.scale.to(device), self.mean.to(device), feedback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +156,13 @@ def require_finite(rows: torch.Tensor, what: str) -> None:
     """Raise ``ValueError`` naming ``what`` when ``rows`` hold NaN or infinity."""
     if not bool(torch.isfinite(rows).all()):
         raise ValueError(f"{what} holds NaN or infinity; FP8 pages cannot keep it")
+
+
+def within_range(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``rows`` as pages of ``dtype`` can hold them: FP8 clamps, others are left alone.
+
+    For a plain cast, which makes infinity or NaN of what is too large: one such number in a page
+    makes NaN of every answer over it.
+    """
+    format = next((format for format in FORMATS.values() if format.dtype is dtype), None)
+    return rows if format is None else rows.clamp(-format.largest, format.largest)

@@ -38,6 +38,10 @@ class LayerChannels:
         """Return those of some KV heads."""
         return LayerChannels(self.keys.heads(heads), self.values.heads(heads))
 
+    def to(self, device: torch.device | str) -> "LayerChannels":
+        """Return the same on ``device``."""
+        return LayerChannels(self.keys.to(device), self.values.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class Scales:

@@ -16,6 +16,7 @@ from sglang_ext.tiering.quantizer import (
     error_bound,
     quantize,
     require_finite,
+    within_range,
 )
 
 _FORMATS = st.sampled_from([E4M3, E5M2])
@@ -87,6 +88,20 @@ def test_values_outside_the_range_are_clamped(format: Format, value: float) -> N
     assert torch.isfinite(codes).all()
     assert codes.abs().max() <= format.largest
     assert torch.allclose(codes.abs(), torch.tensor(limit), rtol=2.0**-format.mantissa_bits)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_a_plain_cast_within_range_is_finite(format: Format) -> None:
+    rows = torch.tensor([1e30, -1e30, 70_000.0, 449.0, 1.0]).bfloat16()
+    cast = within_range(rows, format.dtype).to(format.dtype).float()
+    assert torch.isfinite(cast).all()
+    assert cast[0] == -cast[1] == format.largest
+    assert cast[-1] == 1
+
+
+def test_what_is_no_fp8_is_left_alone() -> None:
+    rows = torch.tensor([1e30]).bfloat16()
+    assert within_range(rows, torch.bfloat16) is rows
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
