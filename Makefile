@@ -22,10 +22,13 @@ $(STAMP): pyproject.toml setup.py
 		| grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c1-160
 	touch $@
 
-tools: ## Install Prometheus and Chromium for their tests, where apt-get can (else those are skipped)
+tools: $(STAMP) ## Install Prometheus, Chromium and Mooncake's libraries for their tests, where apt-get can
 	@which promtool chromium chromedriver >/dev/null || { apt-get -q update && apt-get -qy install \
 		--no-install-recommends prometheus chromium chromium-driver >/dev/null; } \
 		|| echo "== no Prometheus or Chromium: their tests are skipped"
+	@$(PYTHON) -c 'import mooncake.store' 2>/dev/null || { apt-get -q update && apt-get -qy install \
+		--no-install-recommends libibverbs1 librdmacm1 libnuma1 liburing2 >/dev/null; } \
+		|| echo "== Mooncake's client cannot be loaded: its tests are skipped"
 
 serve: $(STAMP) ## Serve the demo model to the tenants of examples/tenants.yaml
 	@$(VENV)/bin/sglang-ext demo-model >/dev/null

@@ -23,7 +23,7 @@ from sglang_ext.radix.node import FULL, NOTHING, Holding, TenantTreeNode
 from sglang_ext.radix.order import LeafOrder
 from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.victims import Victims
-from sglang_ext.types import PUBLIC, Tier
+from sglang_ext.types import PUBLIC, Owner, Tier
 
 __all__ = ["FetchPlan", "TenantTreeCore"]
 
@@ -33,12 +33,16 @@ _NOBODY: tuple[None, float, int] = (None, 0.0, 0)
 
 
 class FetchPlan(NamedTuple):
-    """A request to the lower tiers: how many units, in which namespace, chained to which hash."""
+    """A request to the lower tiers: how many units, in which namespace, chained to which hash.
+
+    ``owner`` is whose pages those are.
+    """
 
     units: int
     extra_key: str | None
     cache_salt: str | None
     last_hash: str | None
+    owner: Owner
 
 
 class TenantTreeCore(UnifiedTreeCore):
@@ -108,11 +112,11 @@ class TenantTreeCore(UnifiedTreeCore):
         """
         key = self.own_below(node_id, key)
         if key.public > 0:
-            return FetchPlan(key.public, None, None, self.get_last_hash_value(node_id))
+            return FetchPlan(key.public, None, None, self.get_last_hash_value(node_id), PUBLIC)
         last_hash = self.get_last_hash_value(node_id)
         if last_hash is not None and self.node_by_id(node_id).owner == PUBLIC:
             last_hash = boundary_seed(last_hash, key.extra_key, key.cache_salt)
-        return FetchPlan(len(key), key.extra_key, key.cache_salt, last_hash)
+        return FetchPlan(len(key), key.extra_key, key.cache_salt, last_hash, key.owner)
 
     def insert_host(self, node_id: int, key: Any, host_value: Any, hash_value: Any) -> Any:
         owned = self.own_below(node_id, key)

@@ -113,6 +113,7 @@ class FetchingCache(MeasuredCache):
             return None
         if not self._copy_path_down(last_host_node_id):
             return None
+        self.asks_below(new_input_tokens, plan)
         text = array("q", matched_prefix_tokens or ())
         text.extend(new_input_tokens)
         fetch = self._fetches.setdefault(request, Fetch(text, extra_key, cache_salt))
@@ -142,6 +143,7 @@ class FetchingCache(MeasuredCache):
         """Ask for the side of the boundary that ``prefetch_from_storage`` would fetch first."""
         key = RadixKey(new_input_tokens, extra_key, cache_salt=cache_salt)
         plan = self.tree_core.fetch_plan(last_host_node_id, key)
+        self.asks_below(new_input_tokens, plan)
         found: int = super().query_storage_hit_length(
             last_host_node_id,
             new_input_tokens[: plan.units + int(self.tree_core.is_eagle)],
@@ -151,6 +153,9 @@ class FetchingCache(MeasuredCache):
             plan.cache_salt,
         )
         return found
+
+    def asks_below(self, tokens: Any, plan: Any) -> None:
+        """Called before the lower tiers are asked for the first ``plan.units`` of ``tokens``."""
 
     def is_backuped(self, node_id: int) -> bool:
         """Tell whether the disk may continue a node, which SGLang asks before it fetches.

@@ -24,7 +24,7 @@ from sglang_ext.observe import json_log, recording
 from sglang_ext.policy_file import PolicyFile
 from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.policy import Policy
-from sglang_ext.tier_flags import check_master_key, check_tiers, set_cpu_size
+from sglang_ext.tier_flags import check_master_key, check_remote, check_tiers, set_cpu_size
 from sglang_ext.warm_up import WarmUp
 
 __all__ = ["main"]
@@ -60,6 +60,7 @@ def _read(file: PolicyFile) -> Policy:
     policy = active.hand_over(text)
     file.accept(text)
     check_master_key(policy)
+    check_remote(policy)
     return policy
 
 

@@ -95,12 +95,14 @@ def _pinned(cache: Any, owner: Owner) -> dict[str, Any]:
 def _sum(flushed: Iterable[Flushed]) -> Flushed:
     freed: Counter[Tier] = Counter()
     in_use: Counter[Tier] = Counter()
-    disk_bytes = 0
+    disk_bytes, remote_bytes = 0, None
     for one in flushed:
         freed.update(one.freed)
         in_use.update(one.in_use)
         disk_bytes += one.disk_bytes
-    return Flushed(freed, in_use, disk_bytes)
+        if one.remote_bytes is not None:
+            remote_bytes = (remote_bytes or 0) + one.remote_bytes
+    return Flushed(freed, in_use, disk_bytes, remote_bytes)
 
 
 def _owners(cache: Any) -> list[Owner]:

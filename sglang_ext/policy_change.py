@@ -115,11 +115,8 @@ def _remove_owner(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     flushed = cache.flush(owner)
     freed = {f"{tier}_tokens": flushed.freed.get(tier, 0) for tier in _IN_MEMORY}
     left = {f"{tier}_tokens": cache.ledger.usage(owner, tier).tokens for tier in _IN_MEMORY}
-    on_disk = 0 if cache.store is None else cache.store.held_bytes().get(owner, 0)
-    return {
-        "freed": {**freed, "nvme_bytes": flushed.disk_bytes},
-        "left": {**left, "nvme_bytes": on_disk},
-    }
+    below = {"nvme_bytes": 0} if cache.store is None else cache.store.left(owner)
+    return {"freed": {**freed, **flushed.below}, "left": {**left, **below}}
 
 
 def _close_sessions(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,8 +147,7 @@ def _held(cache: Any, tenant: TenantPolicy) -> dict[str, Any]:
         for tier in present
     ]
     if store is not None:
-        tokens = store.held_bytes().get(owner, 0) // store.bytes_per_token
-        rows.append((Tier.NVME, tokens, store.limits(owner)))
+        rows += store.rows(owner)
     return {
         "owner": owner,
         "sessions": len(cache.sessions.of(tenant.name)),

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from sglang_ext.fetching import FetchingCache
@@ -82,6 +83,7 @@ class TenantRadixCache(FetchingCache):
             self.residency.tick(now_ms)
         if self.lifespans is not None:
             self.lifespans.tick(now_ms)
+        self._follow_deletions()
         return now_ms
 
     # ---- who may have how much
@@ -228,6 +230,13 @@ class TenantRadixCache(FetchingCache):
             self.store.note_owner(node.hash_value or (), node.owner)
         super().write_backup_storage(node_id)
 
+    def asks_below(self, tokens: Any, plan: Any) -> None:
+        """Say whose pages are looked for: of those that other machines wrote nobody here knows."""
+        if self.store is not None and self.store.remote is not None:
+            key = RadixKey(tokens[: plan.units], plan.extra_key, cache_salt=plan.cache_salt)
+            hashes = get_storage_hash_str(key, plan.last_hash, page_size=self.page_size)
+            self.store.note_owner(hashes, plan.owner)
+
     def weights_changed(self, flushed: bool) -> None:
         """Serve nothing from below that former weights computed; see ``TenantStore``."""
         if self.store is not None:
@@ -271,6 +280,24 @@ class TenantRadixCache(FetchingCache):
 
         What running requests or copies on their way still hold stays, and is counted; ask again.
         """
+        freed, in_use = self._flush_memory(owner)
+        if self.store is None:
+            return Flushed(freed, in_use)
+        disk, below = self.store.delete_owner(owner), self.store.delete_owner_below(owner)
+        return Flushed(freed, in_use, disk, below)
+
+    def _follow_deletions(self) -> None:
+        """Delete here what another machine deleted for all.
+
+        Several ranks hear of it at different times, and must not free different pages: there only
+        the disk follows.
+        """
+        owners = () if self.store is None else self.store.deleted_elsewhere()
+        for owner in owners if self._alone else ():
+            self._flush_memory(owner)
+
+    def _flush_memory(self, owner: Owner) -> tuple[dict[Tier, int], dict[Tier, int]]:
+        """Remove pages and pins from memory; return the tokens freed and in use, by tier."""
         self.pins.remove_all(owner)
         before = {tier: self.ledger.usage(owner, tier).tokens for tier in (Tier.HBM, Tier.CPU)}
         victims = self.tree_core.victims
@@ -282,8 +309,7 @@ class TenantRadixCache(FetchingCache):
         in_use = {tier: self.ledger.usage(owner, tier).tokens for tier in before}
         freed = {tier: held - in_use[tier] for tier, held in before.items()}
         self.sessions.forget_owner(owner)
-        disk = 0 if self.store is None else self.store.delete_owner(owner)
-        return Flushed(freed, in_use, disk)
+        return freed, in_use
 
     # ---- pins
 

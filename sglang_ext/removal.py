@@ -11,11 +11,21 @@ __all__ = ["Flushed", "below", "free_nodes", "is_there"]
 
 
 class Flushed(NamedTuple):
-    """Tokens of one rank that left a tier and that are in use there, and bytes freed on disk."""
+    """Tokens of one rank that left a tier and that are in use there, and bytes freed below.
+
+    ``remote_bytes`` is None where there is no remote tier, or it was not asked.
+    """
 
     freed: Mapping[Tier, int]
     in_use: Mapping[Tier, int]
     disk_bytes: int = 0
+    remote_bytes: int | None = None
+
+    @property
+    def below(self) -> dict[str, int]:
+        """Bytes freed below memory, as answers name them."""
+        remote = {} if self.remote_bytes is None else {"remote_bytes": self.remote_bytes}
+        return {"nvme_bytes": self.disk_bytes, **remote}
 
 
 def free_nodes(

@@ -25,7 +25,7 @@ def counts(cache: Any, flushed: Flushed) -> dict[str, dict[str, int]]:
     for tier, tokens in flushed.freed.items():
         freed |= {f"{tier}_tokens": tokens, f"{tier}_bytes": tokens * token_bytes}
     in_use = {f"{tier}_tokens": flushed.in_use.get(tier, 0) for tier in (Tier.HBM, Tier.CPU)}
-    return {"freed": {**freed, "nvme_bytes": flushed.disk_bytes}, "in_use": in_use}
+    return {"freed": {**freed, **flushed.below}, "in_use": in_use}
 
 
 def _with_session(

@@ -7,10 +7,12 @@ from typing import Any
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tiering.encryption import master_key
+from sglang_ext.tiering.remote_mooncake import check_installed
 
 __all__ = [
     "STORAGE_CONFIG",
     "check_master_key",
+    "check_remote",
     "check_tiers",
     "ranks",
     "set_cpu_size",
@@ -82,6 +84,12 @@ def check_master_key(policy: Policy) -> None:
     nvme = policy.tiers.nvme
     if nvme is not None and nvme.master_key is not None:
         master_key(nvme.master_key)
+
+
+def check_remote(policy: Policy) -> None:
+    """Raise UnsupportedError where the policy has a remote tier whose client is not installed."""
+    if policy.tiers.remote is not None:
+        check_installed()
 
 
 def check_tiers(server_args: Any) -> None:

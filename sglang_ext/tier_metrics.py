@@ -31,15 +31,24 @@ def capacities(cache: Any) -> dict[Tier, int]:
     if cache.store is not None:
         total = cache.store.backend.config.caps.total_bytes
         found[Tier.NVME] = int(total // cache.store.bytes_per_token)
+        remote = cache.store.remote
+        if remote is not None:
+            found[Tier.REMOTE] = remote.total_bytes // remote.bytes_per_token
     return found
 
 
 def held_bytes(cache: Any) -> dict[tuple[Owner, Tier], int]:
-    """Return the bytes of each owner in each tier, of all ranks together. O(owners)."""
+    """Return the bytes of each owner in each tier, of all ranks together. O(owners).
+
+    In the remote tier those of all servers, as far as this one knows.
+    """
     ranks, token = cache.tp_world_size, cache.ledger.bytes_per_token
     held = {(owner, tier): usage.tokens * token * ranks for owner, tier, usage in cache.ledger}
-    disk = {} if cache.store is None else cache.store.held_bytes()
-    return held | {(owner, Tier.NVME): taken * ranks for owner, taken in disk.items()}
+    if cache.store is None:
+        return held
+    held |= {(owner, Tier.NVME): taken * ranks for owner, taken in cache.store.held_bytes().items()}
+    remote = {} if cache.store.remote is None else cache.store.remote.held_bytes()
+    return held | {(owner, Tier.REMOTE): taken for owner, taken in remote.items()}
 
 
 class DiskTime:

@@ -6,13 +6,14 @@ once it is built            TenantStore               caps and owners, what it h
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_ext.errors import UnsupportedError
+from sglang_ext.remote_tier import RemoteShare, limits_in_bytes, remote_config
 from sglang_ext.tenancy.policy import Policy, TtlSince
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tier_flags import STORAGE_CONFIG, ranks
@@ -51,6 +52,7 @@ def complete_storage_config(ctx: Any, policy: Policy) -> None:
         # What is worth a fetch is measured (``sglang_ext.fetching``), not fixed here.
         "prefetch_threshold": int(ctx.params.page_size),
         **({} if nvme.master_key is None else {"master_key": nvme.master_key}),
+        **({} if policy.tiers.remote is None else {"remote": remote_config(policy.tiers.remote)}),
         **given,
     }
     fields = {"hicache_storage_backend_extra_config": json.dumps(config)}
@@ -82,17 +84,23 @@ def _weights(ctx: Any) -> str:
 
 
 class TenantStore:
-    """The NVMe tier of one rank: an ExtStorage under the policy's quotas."""
+    """The NVMe tier of one rank: an ExtStorage under the policy's quotas.
+
+    ``remote`` is the tier below it, None without one. What is deleted here goes there too.
+    """
 
     def __init__(self, backend: ExtStorage, policy: Policy, weights: Callable[[], str]) -> None:
         self.backend = backend
         self.bytes_per_token = backend.bytes_per_token
         self._weights = weights
         self._total = backend.config.caps.total_bytes
+        self.remote = None if backend.remote is None else RemoteShare(backend)
         self.use(policy, self.book(policy))
 
     def book(self, policy: Policy) -> QuotaBook:
         """Return what owners may hold here; raises PolicyError where the policy does not fit."""
+        if self.remote is not None:
+            self.remote.book(policy)
         tokens = self._total // self.bytes_per_token
         return QuotaBook(policy, Tier.NVME, tokens, self.bytes_per_token)
 
@@ -101,11 +109,13 @@ class TenantStore:
         self._book = book
         caps = Caps(
             total_bytes=self._total,
-            limits={owner: self._limit(limits) for owner, limits in book.owners.items()},
+            limits=limits_in_bytes(book, self.bytes_per_token),
             # Who is no longer in the policy file gives first.
             default=Limit(quota_bytes=0),
         )
         self.backend.store.set_caps(caps)
+        if self.remote is not None:
+            self.remote.use(policy)
         self.backend.encrypt(policy.encrypted_owners)
         self.backend.store.keep_age(
             tenant.owner
@@ -127,19 +137,53 @@ class TenantStore:
 
     def counters(self) -> Mapping[str, int]:
         """Return what happened since the start, by name."""
-        return self.backend.store.counters
+        below = {} if self.remote is None else self.remote.counters()
+        return {**self.backend.store.counters, **below}
 
     def owners(self) -> list[Owner]:
-        """Return who holds a page. O(owners)."""
-        return self.backend.store.owners()
+        """Return who holds a page here or below. O(owners)."""
+        below = () if self.remote is None else self.remote.held_bytes()
+        return list(dict.fromkeys([*self.backend.store.owners(), *below]))
+
+    def rows(self, owner: Owner) -> Iterator[tuple[Tier, int, OwnerLimits]]:
+        """Yield what ``owner`` holds, in tokens, and may hold, by tier."""
+        yield Tier.NVME, self.held_bytes().get(owner, 0) // self.bytes_per_token, self.limits(owner)
+        if self.remote is not None:
+            tokens = self.remote.held_bytes().get(owner, 0) // self.remote.bytes_per_token
+            yield Tier.REMOTE, tokens, self.remote.limits(owner)
 
     def expire(self, owner: Owner, before: float) -> int:
         """Delete pages of ``owner`` last used here before that time; return the bytes freed."""
         return self.backend.store.expire(owner, before)
 
     def delete_owner(self, owner: Owner) -> int:
-        """Delete every page of ``owner``; return the bytes freed. O(pages of the owner)."""
+        """Delete every page of ``owner`` on this machine; return the bytes freed. O(pages)."""
         return self.backend.delete_owner(owner)
+
+    def left(self, owner: Owner) -> dict[str, int]:
+        """Return the bytes of ``owner`` here and below, as answers name them."""
+        here = {"nvme_bytes": self.held_bytes().get(owner, 0)}
+        if self.remote is None:
+            return here
+        return {**here, "remote_bytes": self.remote.held_bytes().get(owner, 0)}
+
+    def delete_owner_below(self, owner: Owner) -> int | None:
+        """Delete every page of ``owner`` on all machines; return the bytes freed, None without."""
+        return None if self.remote is None else self.remote.delete_owner(owner)
+
+    def deleted_elsewhere(self) -> list[Owner]:
+        """Return whose pages another machine deleted since the last call.
+
+        Those of them that lie on this disk, and were not used since then, are deleted first. O(1)
+        where there are none.
+        """
+        news = () if self.backend.remote is None else self.backend.remote.notices.news
+        owners: list[Owner] = []
+        while news:
+            notice = news.popleft()
+            self.backend.store.expire(notice.owner, notice.time)
+            owners.append(notice.owner)
+        return owners
 
     def delete_pages(self, owner: Owner, hashes: Sequence[str]) -> int:
         """Delete some pages of ``owner``; return the bytes freed. O(pages)."""
@@ -164,13 +208,7 @@ class TenantStore:
             logger.warning("weights changed without a flush: the NVMe tier is off until a restart")
             self.backend.close()
             return
-        self.backend.store.rebind(
-            replace(self.backend.config.fingerprint, weights_hash=self._weights())
-        )
-
-    def _limit(self, limits: OwnerLimits) -> Limit:
-        return Limit(
-            quota_bytes=None if limits.quota is None else limits.quota * self.bytes_per_token,
-            hard=limits.hard,
-            reserve_bytes=limits.reserve * self.bytes_per_token,
-        )
+        fingerprint = replace(self.backend.config.fingerprint, weights_hash=self._weights())
+        self.backend.store.rebind(fingerprint)
+        if self.backend.remote is not None:
+            self.backend.remote.rebind(fingerprint)

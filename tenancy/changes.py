@@ -20,6 +20,8 @@ _TIER_FIELDS = (
     ("remote", "backend"),
     ("remote", "master"),
     ("remote", "metadata"),
+    ("remote", "admin"),
+    ("remote", "size"),
 )
 _RESTART = "cannot change while the server runs; change the file and start it again"
 

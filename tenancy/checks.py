@@ -13,7 +13,7 @@ from sglang_ext.types import SYSTEM_TENANT, Owner, Tier
 __all__ = ["check_policy"]
 
 _GROUP_FIELDS = ("sla", "weight", "quota", "reserve", "ttl")
-_SIZED_TIERS = (Tier.HBM, Tier.CPU, Tier.NVME)
+_SIZED_TIERS = (Tier.HBM, Tier.CPU, Tier.NVME, Tier.REMOTE)
 
 
 def check_policy(policy: Policy) -> None:
@@ -36,6 +36,9 @@ def _check_tiers(tiers: TiersPolicy) -> None:
     if tiers.nvme is not None and tiers.cpu is None:
         problem = "set without tiers.cpu, expected both: pages reach the disk through host memory"
         raise PolicyError("tiers.nvme", problem)
+    if tiers.remote is not None and tiers.nvme is None:
+        problem = "set without tiers.nvme, expected both: pages are kept on this machine too"
+        raise PolicyError("tiers.remote", problem)
 
 
 def _check_master_key(policy: Policy) -> None:
@@ -160,11 +163,12 @@ def _part(size: Size, tiers: TiersPolicy, tier: Tier) -> Fraction | None:
     """``size`` as a part of the tier, or None when the file does not say how large the tier is."""
     if size.unit is SizeUnit.FRACTION:
         return size.amount
-    sized = {Tier.CPU: tiers.cpu, Tier.NVME: tiers.nvme}.get(tier)
+    sized = {Tier.CPU: tiers.cpu, Tier.NVME: tiers.nvme, Tier.REMOTE: tiers.remote}.get(tier)
     if sized is None or size.unit is SizeUnit.TOKENS:
         return None
     return size.amount / sized.size.amount
 
 
 def _size(sizes: TierSizes, tier: Tier) -> Size | None:
-    return {Tier.HBM: sizes.hbm, Tier.CPU: sizes.cpu, Tier.NVME: sizes.nvme}[tier]
+    size: Size | None = getattr(sizes, tier.value)
+    return size

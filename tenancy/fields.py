@@ -28,6 +28,7 @@ __all__ = [
     "did_you_mean",
     "duration",
     "flag",
+    "host_port",
     "join",
     "moment",
     "name",
@@ -53,6 +54,7 @@ _NOT_A_NAME = (KEY_PREFIX, "HEALTH_CHECK")
 """Beginnings of a key, and of the request ids that SGLang drops when it is busy."""
 _NAME_EXPECTED = "a name of 1 to 64 letters, digits, dots, dashes and underscores"
 _TOP = re.compile(r"top ([1-9][0-9]{0,3})")
+_HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]+")
 _KEY_EXPECTED = "expected sha256:<64 hex digits>; run sglang-ext keygen"
@@ -116,6 +118,14 @@ def text(value: object, path: str) -> str:
     if not isinstance(value, str) or not value or _NOT_TEXT.search(value):
         raise wrong(path, value, "text (in quotes)")
     return value
+
+
+def host_port(value: object, path: str) -> str:
+    """A machine and a port."""
+    match = _HOST_PORT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise wrong(path, value, "a machine and a port, such as kv-master:50051")
+    return match[0]
 
 
 def choice(kind: type[E]) -> Reader[E]:

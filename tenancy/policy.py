@@ -135,11 +135,14 @@ class NvmeTier:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteTier:
-    """A store that other machines share."""
+    """A store that other machines share. ``size`` is what all of them together may hold there."""
 
     backend: RemoteBackend
     master: str
-    metadata: str
+    size: Size
+    metadata: str = "P2PHANDSHAKE"
+    admin: str | None = None
+    """The master's HTTP port, which lists what is there; None: port 9003 of its machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +180,7 @@ class TierSizes:
     hbm: Size | None = None
     cpu: Size | None = None
     nvme: Size | None = None
+    remote: Size | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +198,8 @@ class Ttl:
     hbm: float = 30.0
     cpu: float = 600.0
     nvme: float = 604800.0
+    remote: float | None = None
+    """None: as long as on the disk."""
     mode: TtlMode = TtlMode.LAZY
     since: TtlSince = TtlSince.LAST_USE
 
@@ -247,7 +253,7 @@ class TenantPolicy:
 
     @property
     def encrypted(self) -> bool:
-        """Whether its pages are encrypted on the disk: asked for, or part of its isolation."""
+        """Whether its pages are encrypted below memory: asked for, or part of its isolation."""
         return self.encrypt or self.isolation in (Isolation.SEALED, Isolation.DEDICATED)
 
 

@@ -84,4 +84,5 @@ class QuotaBook:
 
 
 def _size(sizes: TierSizes, tier: Tier) -> Size | None:
-    return {Tier.HBM: sizes.hbm, Tier.CPU: sizes.cpu, Tier.NVME: sizes.nvme}[tier]
+    size: Size | None = getattr(sizes, tier.value)
+    return size

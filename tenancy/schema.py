@@ -19,6 +19,7 @@ from sglang_ext.tenancy.fields import (
     choice,
     duration,
     flag,
+    host_port,
     name,
     number,
     size,
@@ -90,13 +91,19 @@ _TIERS = Section(
         ),
         "remote": Section(
             RemoteTier,
-            {"backend": choice(RemoteBackend), "master": text, "metadata": text},
-            required=("backend", "master", "metadata"),
+            {
+                "backend": choice(RemoteBackend),
+                "master": host_port,
+                "size": byte_size,
+                "metadata": text,
+                "admin": text,
+            },
+            required=("backend", "master", "size"),
         ),
     },
 )
 
-_TIER_SIZES = {"hbm": size, "cpu": size, "nvme": size}
+_TIER_SIZES = {"hbm": size, "cpu": size, "nvme": size, "remote": size}
 
 _DEFAULTS: dict[str, Reader[Any]] = {
     "isolation": choice(Isolation),
@@ -110,6 +117,7 @@ _DEFAULTS: dict[str, Reader[Any]] = {
             "hbm": duration,
             "cpu": duration,
             "nvme": duration,
+            "remote": duration,
             "mode": choice(TtlMode),
             "since": choice(TtlSince),
         },

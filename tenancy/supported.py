@@ -22,7 +22,7 @@ class NotYet:
     """Only these values are missing; empty: the whole field, with all fields below it."""
 
 
-NOT_YET = (NotYet("tiers.remote", "the remote tier"),)
+NOT_YET: tuple[NotYet, ...] = ()
 
 
 def refuse_unsupported(data: object) -> None:

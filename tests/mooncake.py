@@ -4,8 +4,8 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,22 +13,16 @@ import pytest
 
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.gateway.machine import free_ports
-from sglang_ext.tiering.remote_mooncake import MooncakeAddress, check_installed
+from sglang_ext.tiering.remote_mooncake import P2P, MooncakeAddress, check_installed
 
-__all__ = ["Cluster", "await_that", "end", "start_cluster"]
+__all__ = ["Cluster", "Process", "await_that", "end", "start_cluster"]
 
 _HOST = "127.0.0.1"
 _READY_S = 20
 # A peer that is gone is forgotten after so long.
 _FORGET_S = 2
-_LEND = """
-import sys, threading
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-size, master = int(sys.argv[2]), sys.argv[1]
-print(store.setup("127.0.0.1", "P2PHANDSHAKE", size, 1 << 24, "tcp", "", master), flush=True)
-threading.Event().wait()
-"""
+
+Process = subprocess.Popen[bytes]
 
 
 class Cluster:
@@ -40,17 +34,13 @@ class Cluster:
         self.address = MooncakeAddress(
             master=f"{_HOST}:{self._rpc}", admin=f"http://{_HOST}:{self._admin}"
         )
-        self._lenders: list[subprocess.Popen[bytes]] = []
+        self._lenders: list[Process] = []
         self.start_master()
 
     def start_master(self) -> None:
         """Start a master that knows nothing, on the same ports."""
-        found = importlib.util.find_spec("mooncake")
-        assert found is not None and found.submodule_search_locations
-        binary = Path(found.submodule_search_locations[0]) / "mooncake_master"
-        binary.chmod(0o755)
         self.master = self._start(
-            str(binary),
+            "mooncake_master",
             f"--rpc_port={self._rpc}",
             f"--rpc_address={_HOST}",
             f"--metrics_port={self._admin}",
@@ -58,14 +48,30 @@ class Cluster:
             f"--client_ttl={_FORGET_S}",
         )
 
-    def lend(self, size: int) -> subprocess.Popen[bytes]:
-        """Start a process that lends ``size`` bytes, and wait until it does."""
-        lender = self._start(sys.executable, "-c", _LEND, self.address.master, str(size))
-        assert lender.stdout is not None
-        line = lender.stdout.readline()
-        assert line == b"0\n", f"a process could not lend its memory: {line!r}"
+    def lend(self, size: int) -> Process:
+        """Start a process that lends ``size`` bytes, and wait until the master knows."""
+        await_that(lambda: self.segments() is not None)
+        before = self.segments() or 0
+        lender = self._start(
+            "mooncake_client",
+            f"--host={_HOST}",
+            f"--port={free_ports(1)[0]}",
+            f"--global_segment_size={size}",
+            f"--master_server_address={self.address.master}",
+            f"--metadata_server={P2P}",
+        )
         self._lenders.append(lender)
+        await_that(lambda: (self.segments() or 0) > before)
         return lender
+
+    def segments(self) -> int | None:
+        """Return how many pieces of memory the master knows; None where it does not answer."""
+        try:
+            url = f"{self.address.admin_url}/get_all_segments"
+            with urllib.request.urlopen(url, timeout=1) as answer:
+                return len(answer.read().split())
+        except OSError:
+            return None
 
     def stop(self) -> None:
         """End every process."""
@@ -73,26 +79,30 @@ class Cluster:
             end(process)
         self._log.close()
 
-    def _start(self, *command: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log)
+    def _start(self, program: str, *flags: str) -> Process:
+        found = importlib.util.find_spec("mooncake")
+        assert found is not None and found.submodule_search_locations
+        binary = Path(found.submodule_search_locations[0]) / program
+        binary.chmod(0o755)
+        return subprocess.Popen([binary, *flags], stdout=self._log, stderr=self._log)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Process) -> None:
     """Kill a process, frozen or not, and wait until it is gone."""
     if process.poll() is None:
         os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def start_cluster(folder: Path, lend: int) -> Cluster:
-    """Start a store of ``lend`` bytes; skips the test, with the reason, where that cannot be."""
+def start_cluster(folder: Path, lent: int) -> Cluster:
+    """Start a store of ``lent`` bytes; skips the test, with the reason, where that cannot be."""
     try:
         check_installed()
     except UnsupportedError as error:
         pytest.skip(str(error))
     cluster = Cluster(folder)
     try:
-        cluster.lend(lend)
+        cluster.lend(lent)
     except BaseException:
         cluster.stop()
         raise

@@ -92,11 +92,12 @@ class Holdings:
 
     def last_use(self, owner: Owner, name: str) -> float | None:
         """Return when a page that this machine wrote was used last."""
-        return self._written.get(owner, {}).get(name)
+        written = self._written.get(owner)
+        return None if written is None else written.get(name)
 
     def forget(self, page: HeldPage) -> None:
         """Note that a page is gone."""
-        written = self._written.get(page.owner, {})
+        written = self._written.get(page.owner, OrderedDict[str, float]())
         known = written.pop(page.name, None) is not None
         self._count -= known
         if self._others.get(page.owner, {}).pop(page.name, 0) is None or known:

@@ -39,8 +39,12 @@ _SETTINGS = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     "MC_LOG_LEVEL": "ERROR",
+    "GLOG_minloglevel": "3",
 }
-"""How long Mooncake waits for others, unless the environment says otherwise."""
+"""How long Mooncake waits for others, unless the environment says otherwise.
+
+It is told to log next to nothing: its messages name pages, so owners and hashes of prompts.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

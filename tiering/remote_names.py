@@ -2,6 +2,7 @@
 
     sgx1-<fingerprint>-<bytes>/<owner>/<page key>     a page; it counts for so many ``bytes``
     sgx1-keys/<owner>                                 an owner's wrapped key
+    sgx1-gone/<owner>/<milliseconds>-<word>           a notice that all of an owner was deleted then
 
 So every machine can tell who holds how much from a list of names, and an owner's pages of all
 models and ranks go in one call. Another format version, model, dtype, layout or rank is another
@@ -17,10 +18,22 @@ from urllib.parse import quote, unquote
 from sglang_ext.tiering.page_format import FORMAT_VERSION, Fingerprint
 from sglang_ext.types import Owner
 
-__all__ = ["HeldPage", "held_pages", "key_name", "page_name", "page_prefix", "pages_of"]
+__all__ = [
+    "HeldPage",
+    "Notice",
+    "held_pages",
+    "key_name",
+    "notice_name",
+    "notices",
+    "page_name",
+    "page_prefix",
+    "pages_of",
+]
 
 _ROOT = f"sgx{FORMAT_VERSION}"
 _PAGE = re.compile(rf"{_ROOT}-[0-9a-f]{{16}}-([0-9]+)/([^/]*)/[0-9a-f]+")
+
+_NOTICE = re.compile(rf"{_ROOT}-gone/([^/]*)/([0-9]{{1,15}})-[0-9a-f]+")
 
 
 class HeldPage(NamedTuple):
@@ -29,6 +42,14 @@ class HeldPage(NamedTuple):
     name: str
     owner: Owner
     bytes: int
+
+
+class Notice(NamedTuple):
+    """That all pages of an owner were deleted at a time (seconds since 1970)."""
+
+    name: str
+    owner: Owner
+    time: float
 
 
 def page_prefix(fingerprint: Fingerprint, page_bytes: int) -> str:
@@ -59,6 +80,19 @@ def held_pages(names: Iterable[str]) -> Iterator[HeldPage]:
         match = _PAGE.fullmatch(name)
         if match:
             yield HeldPage(name, Owner(unquote(match[2])), int(match[1]))
+
+
+def notice_name(owner: Owner, time: float, word: str) -> str:
+    """Return the name of a notice; ``word`` is hexadecimal, and nobody else's."""
+    return f"{_ROOT}-gone/{_quoted(owner)}/{int(time * 1000)}-{word}"
+
+
+def notices(names: Iterable[str]) -> Iterator[Notice]:
+    """Yield what of these names is a notice."""
+    for name in names:
+        match = _NOTICE.fullmatch(name)
+        if match:
+            yield Notice(name, Owner(unquote(match[1])), int(match[2]) / 1000)
 
 
 def _quoted(owner: Owner) -> str:

@@ -65,6 +65,7 @@ class Room:
 
     def _make(self, owner: Owner, need: int) -> int:
         """Return how many of ``need`` bytes ``owner`` may write."""
+        need = min(need, self.caps.ceiling(owner))
         while True:
             with self._lock:
                 used, caps = dict(self._holdings.used), self.caps

@@ -19,17 +19,12 @@ from sglang_ext.tiering.codec import PageCodec
 from sglang_ext.tiering.counters import Counters
 from sglang_ext.tiering.nvme_store import Usage
 from sglang_ext.tiering.page_format import HEADER_BYTES, Fingerprint, Reject
+from sglang_ext.tiering.remote_deletions import Deletions
 from sglang_ext.tiering.remote_holdings import Holdings
 from sglang_ext.tiering.remote_keys import SharedKeys
 from sglang_ext.tiering.remote_link import Link
-from sglang_ext.tiering.remote_names import (
-    HeldPage,
-    held_pages,
-    key_name,
-    page_name,
-    page_prefix,
-    pages_of,
-)
+from sglang_ext.tiering.remote_names import HeldPage, held_pages, page_name, page_prefix
+from sglang_ext.tiering.remote_notices import Notices
 from sglang_ext.tiering.remote_objects import Objects, StoreSilent
 from sglang_ext.tiering.remote_room import Room
 from sglang_ext.tiering.remote_transfers import Piece, RemoteTransfers
@@ -40,6 +35,8 @@ __all__ = ["RemoteConfig", "RemoteStore"]
 
 _RETRY_S = 0.25
 """How often it is looked whether a pause is over."""
+_AT_MOST = 50
+"""A list of all names takes time from everything else: at most one part in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,7 @@ class RemoteStore:
         clock: Callable[[], float] = time.time,
         background: bool = True,
     ) -> None:
-        """Ask once who holds what. ``master`` wraps the owners' keys.
+        """Nothing is asked before ``start``. ``master`` wraps the owners' keys.
 
         ``background`` False: only ``refresh`` asks again (for tests).
         """
@@ -90,6 +87,8 @@ class RemoteStore:
         self._lock = threading.Lock()
         self._holdings = Holdings()
         self._keys = None if master is None else SharedKeys(objects, master)
+        self.notices = Notices(objects)
+        """What other machines deleted."""
         self._codec = PageCodec(config.fingerprint, self._keys, config.encrypted)
         self._prefix = page_prefix(config.fingerprint, config.slot_bytes)
         self._link = Link(config.depth, config.timeout_s, self._counters)
@@ -106,16 +105,20 @@ class RemoteStore:
         self._transfers = RemoteTransfers(
             objects, self._codec, self._link, self._counters, config.slot_bytes
         )
-        self._deletions: Counter[Owner] = Counter()
-        """How often something of an owner was deleted: writes that began before are undone."""
-        self._owed: set[Owner] = set()
-        """Owners to delete as soon as the store answers; until then nothing of theirs is used."""
+        self._deletions = Deletions(
+            objects,
+            self._keys,
+            self.notices,
+            self._holdings,
+            self._lock,
+            self._counters,
+            clock,
+        )
         self._settled = False
         """Whether what lies there has the form that the policy wants."""
         self._closed = threading.Event()
-        self.refresh()
-        if background:
-            threading.Thread(target=self._watch, name="sglang-ext-remote", daemon=True).start()
+        self._watcher: threading.Thread | None = None
+        self._background = background
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -149,14 +152,13 @@ class RemoteStore:
         for piece, found in zip(pieces, there, strict=False):
             results[piece.place] = found
         missing = [piece for piece, found in zip(pieces, there, strict=False) if not found]
-        with self._lock:
-            before = Counter(self._deletions)
+        begun = self._deletions.begun()
         stored = self._transfers.put(
             self._room.admit(missing),
             fill,
             self._timeout(timeout_s),
             int(self._clock() * 1000),
-            lambda pieces: self._enter(pieces, before),
+            lambda pieces: self._enter(pieces, begun),
         )
         for place in stored:
             results[place] = True
@@ -221,28 +223,28 @@ class RemoteStore:
         owners = self._begin_deletion(refs)
         removed = self._link.ask(lambda: self._remove(refs)) if owners else 0
         if removed is None:
-            self._owe(owners)
+            self._deletions.owe(owners)
         return (removed or 0) * self.config.slot_bytes
 
     def delete_soon(self, refs: Sequence[PageRef]) -> None:
         """Do the same without waiting for it."""
         owners = self._begin_deletion(refs)
         if owners:
-            self._link.tell(lambda: self._remove(refs), lambda: self._owe(owners))
+            self._link.tell(lambda: self._remove(refs), lambda: self._deletions.owe(owners))
 
     def delete_owner(self, owner: Owner) -> int:
         """Delete every page of ``owner``, of all models and machines; returns the bytes freed.
 
-        Its key goes first. Where the store does not answer, all of it is done once it does, and
-        nothing of the owner is read or written until then.
+        Its key goes first. Other machines are told, for what they have themselves. Where the store
+        does not answer, all of it is done once it does, and nothing of the owner is read or
+        written until then.
         """
         if self._closed.is_set():
             return 0
-        with self._lock:
-            self._deletions[owner] += 1
-            held = self._holdings.used.get(owner, 0)
-        if self._link.ask(lambda: self._drop(owner)) is None:
-            self._owe([owner])
+        self._deletions.begin([owner])
+        held = self.usage(owner)
+        if self._link.ask(lambda: self._deletions.delete(owner)) is None:
+            self._deletions.owe([owner])
             return 0
         return held
 
@@ -263,14 +265,26 @@ class RemoteStore:
         """Use other caps from now on; who is above them gives when there is something to write."""
         self._room.caps = caps
 
-    def encryption_changed(self) -> None:
-        """Use nothing until what lies there in the other form is deleted, at the next refresh."""
-        self._settled = False
+    def start(self, encryption_changed: bool = False) -> None:
+        """Begin to use the store, once ``encrypted`` of the configuration tells the truth.
+
+        ``encryption_changed``: use nothing until what lies there in the other form is deleted, at
+        the next refresh.
+        """
+        if encryption_changed:
+            self._settled = False
+        if self._watcher is not None:
+            return
+        self._watcher = threading.Thread(target=self._watch, name="sglang-ext-remote", daemon=True)
+        self.refresh()
+        if self._background:
+            self._watcher.start()
 
     def refresh(self) -> None:
         """Ask who holds what, do what is owed, and go on where the store was silent.
 
-        Also called in the background, every ``refresh_s``. O(pages in the store).
+        Also called in the background, every ``refresh_s``, or more rarely where it takes long.
+        O(pages in the store).
         """
         if self._closed.is_set() or not self._link.breaker.allows():
             return
@@ -301,10 +315,14 @@ class RemoteStore:
     def _watch(self) -> None:
         due = time.monotonic() + self.config.refresh_s
         while not self._closed.wait(_RETRY_S):
-            if not self.answers or time.monotonic() >= due:
-                self.refresh()
+            began = time.monotonic()
+            if self.answers and began < due:
+                continue
+            self.refresh()
+            if self.answers:
                 self._end_old()
-                due = time.monotonic() + self.config.refresh_s
+            now = time.monotonic()
+            due = now + max(self.config.refresh_s, _AT_MOST * (now - began))
 
     def _end_old(self) -> None:
         """Delete what this machine wrote and whose time is over."""
@@ -314,12 +332,11 @@ class RemoteStore:
 
     def _caught_up(self) -> Sequence[str]:
         """Do what is owed, and return the names of all objects. Raises StoreSilent."""
-        for owner in list(self._owed):
-            self._drop(owner)
-            self._owed.discard(owner)
+        self._deletions.settle()
         names = self._objects.names()
+        self.notices.read(names, self._clock())
         if not self._settled:
-            if self._drop_other_form(names):
+            if self._deletions.drop_other_form(names, self.config.encrypted):
                 names = self._objects.names()
             self._settled = True
         return names
@@ -327,10 +344,9 @@ class RemoteStore:
     def _begin_deletion(self, refs: Sequence[PageRef]) -> set[Owner]:
         """Return the owners of pages to delete; where that cannot be done now, it is owed."""
         owners = set() if self._closed.is_set() else {ref.owner for ref in refs}
-        with self._lock:
-            self._deletions.update(owners)
+        self._deletions.begin(owners)
         if owners and not self.answers:
-            self._owe(owners)
+            self._deletions.owe(owners)
             return set()
         return owners
 
@@ -341,17 +357,13 @@ class RemoteStore:
         pages = [HeldPage(piece.name, piece.owner, self.config.slot_bytes) for piece in pieces]
         return self._room.remove(pages) if pages else 0
 
-    def _owe(self, owners: Iterable[Owner]) -> None:
-        self._owed.update(owners)
-        self._counters.add("deletion_owed")
-
     def _pieces(self, refs: Sequence[PageRef], sizes: Sequence[int], writing: bool) -> list[Piece]:
         """Return what is to be moved: not pages of owners without a key, or that are owed."""
         if not self.answers:
             return []
         by_owner: dict[Owner, list[int]] = {}
         for place, ref in enumerate(refs):
-            if ref.owner not in self._owed:
+            if not self._deletions.is_owed(ref.owner):
                 by_owner.setdefault(ref.owner, []).append(place)
         pieces: list[Piece] = []
         for owner, places in by_owner.items():
@@ -370,37 +382,18 @@ class RemoteStore:
         names = [piece.name for piece in pieces]
         return (self._link.ask(lambda: self._objects.exist(names)) or []) if names else []
 
-    def _enter(self, stored: Sequence[Piece], before: Counter[Owner]) -> list[Piece]:
+    def _enter(self, stored: Sequence[Piece], begun: Counter[Owner]) -> list[Piece]:
         """Enter what was written; undo what was deleted meanwhile. Returns what stays."""
         now, slot_bytes = self._clock(), self.config.slot_bytes
         with self._lock:
-            good = [p for p in stored if self._deletions[p.owner] == before[p.owner]]
-            late = [p.name for p in stored if self._deletions[p.owner] != before[p.owner]]
+            good = [piece for piece in stored if self._deletions.survives(piece, begun)]
             # The first page of a path is the last to go: nothing is worth anything without it.
             for piece in reversed(good):
                 self._holdings.add(HeldPage(piece.name, piece.owner, slot_bytes), now)
+        late = [piece.name for piece in stored if piece not in good]
         if late:
             self._link.try_now(lambda: self._objects.remove(late))
         return good
-
-    def _drop(self, owner: Owner) -> int:
-        if self._keys is not None:
-            self._keys.destroy(owner)
-        removed = self._objects.remove_matching(pages_of(owner))
-        with self._lock:
-            self._holdings.forget_owner(owner)
-        return removed
-
-    def _drop_other_form(self, names: Sequence[str]) -> bool:
-        """Delete what owners have in clear that must be encrypted, and the other way round."""
-        there = set(names)
-        holders = set() if self._keys is None else {page.owner for page in held_pages(names)}
-        wrong = [
-            owner for owner in holders if self.config.encrypted(owner) != (key_name(owner) in there)
-        ]
-        for owner in wrong:
-            self._drop(owner)
-        return bool(wrong)
 
     def _timeout(self, timeout_s: float | None) -> float:
         return self.config.timeout_s if timeout_s is None else timeout_s

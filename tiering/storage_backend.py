@@ -107,13 +107,13 @@ class ExtStorage(HiCacheStorage):
         Raises StoreError where there is no master key.
         """
         wanted = frozenset(owners)
+        if self._keys is None and wanted:
+            raise StoreError("NVMe tier: encrypted pages need a master_key in the config")
+        changed, self._encrypted = wanted != self._encrypted, wanted
+        if self.remote is not None:
+            self.remote.start(changed)
         if self._keys is None:
-            if wanted:
-                raise StoreError("NVMe tier: encrypted pages need a master_key in the config")
             return
-        if self.remote is not None and wanted != self._encrypted:
-            self.remote.encryption_changed()
-        self._encrypted = wanted
         for owner in {*wanted, *self.store.owners()}:
             if self._keys.holds(owner) != (owner in wanted):
                 self.delete_owner(owner)

@@ -29,6 +29,7 @@ def test_what_left_and_what_happened_is_counted_once(registry: CollectorRegistry
         counters=lambda: counts,
         bytes_per_token=100,
         backend=SimpleNamespace(config=caps),
+        remote=None,
         held_bytes=lambda: {},
     )
     cache = a_cache(evictions=evictions, store=store)
@@ -86,6 +87,7 @@ def test_bytes_are_those_of_all_ranks_and_their_time_is_kept(registry: Collector
         counters=dict,
         bytes_per_token=100,
         backend=SimpleNamespace(config=SimpleNamespace(caps=SimpleNamespace(total_bytes=1050))),
+        remote=None,
         held_bytes=lambda: disk,
     )
     cache = a_cache(store=store)
@@ -114,6 +116,7 @@ def _store(**counts: int) -> SimpleNamespace:
         counters=lambda: counts,
         bytes_per_token=100,
         backend=SimpleNamespace(config=caps),
+        remote=None,
         held_bytes=dict,
     )
 

@@ -39,4 +39,6 @@ def make_remote(
         copies=copies,
     )
     key = master if encrypted else None
-    return RemoteStore(config, objects, key, clock or FakeClock(), background=False)
+    store = RemoteStore(config, objects, key, clock or FakeClock(), background=False)
+    store.start()
+    return store

@@ -105,11 +105,10 @@ def test_a_store_that_is_silent_at_the_start_is_used_later(
 
 
 def test_the_store_comes_back_by_itself(shelf: Shelf) -> None:
-    from sglang_ext.tiering.remote_store import RemoteStore
-
     config = make_remote(MemoryObjects(shelf)).config
     shelf.silent = True
     store = RemoteStore(config, MemoryObjects(shelf))
+    store.start()
     try:
         assert not store.answers
         shelf.silent = False
@@ -250,7 +249,7 @@ def test_a_deletion_is_owed_while_the_store_is_silent(
 def test_until_then_nothing_of_the_owner_is_used(shelf: Shelf, sides: Callable[..., Side]) -> None:
     side = sides()
     put(side.store, REFS)
-    side.store._owed.add(ALICE)
+    side.store._deletions.owe([ALICE])
     assert get(side.store, REFS) == [False] * 6
     assert put(side.store, REFS) == [False] * 6
 
@@ -280,3 +279,31 @@ def test_owners_that_have_no_copies_get_none(shelf: Shelf, sides: Callable[..., 
     side = sides(copies=lambda owner: owner == BOB)
     assert put(side.store, [*REFS[:1], *refs_of(BOB, [1])]) == [False, True]
     assert len(shelf.objects) == 1
+
+
+def test_other_machines_are_told_of_a_deletion(shelf: Shelf, sides: Callable[..., Side]) -> None:
+    a, b = sides(), sides()
+    put(a.store, REFS)
+    a.store.delete_owner(ALICE)
+    for side in (a, b):
+        side.store.refresh()
+        side.store.refresh()
+    assert not a.store.notices.news
+    assert [(one.owner, one.time) for one in b.store.notices.news] == [(ALICE, a.clock.now)]
+    late = sides()
+    assert len(late.store.notices.news) == 1, "one that was off meanwhile"
+    late.clock.now += 8 * 86400
+    late.store.refresh()
+    assert not shelf.objects, "old notices go"
+
+
+def test_they_are_told_too_when_the_store_was_silent(
+    shelf: Shelf, sides: Callable[..., Side]
+) -> None:
+    a, b = sides(), sides()
+    shelf.silent = True
+    a.store.delete_owner(ALICE)
+    shelf.silent = False
+    a.retry()
+    b.store.refresh()
+    assert [one.owner for one in b.store.notices.news] == [ALICE]

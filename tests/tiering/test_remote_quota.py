@@ -1,6 +1,7 @@
 """Quotas of the shared store hold over all machines together."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -123,7 +124,7 @@ def test_pages_of_other_models_and_ranks_count_too(machines: Machines) -> None:
     put(machines.stores[0], refs_of(ALICE, range(5)))
     other = make_remote(
         MemoryObjects(machines.shelf),
-        fingerprint=FINGERPRINT.__class__(**{**FINGERPRINT.__dict__, "model_id": "other"}),
+        fingerprint=replace(FINGERPRINT, model_id="other"),
         page_bytes=100,
     )
     assert not any(get(other, refs_of(ALICE, range(5)), 100))
