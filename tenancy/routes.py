@@ -67,7 +67,7 @@ _TENANT = frozenset(
     }
 )
 _TENANT_PATTERN = re.compile(
-    r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?|/ext/v1/(pins|usage)|/ext/v1/sessions(/.+)?"
+    r"/v1/models/.+|/v1/responses/[^/]+(/cancel)?|/ext/v1/(flush|pins|usage)|/ext/v1/sessions(/.+)?"
 )
 _DIALECTS = (
     ("/v1/messages", Dialect.ANTHROPIC),

@@ -157,18 +157,22 @@ def foreign_flush(victim: Party, attacker: Party, prompts: Prompts, name: str) -
     victim.warm(ids)
     if not victim.cached(ids):
         return not_run(attack, "the victim's own prompt does not stay cached")
-    for method, path, body in _flushes(name):
+    ways = _flushes(name, ids)
+    for method, path, body in ways:
         status = attacker.send(method, path, body).status_code
         if not victim.cached(ids):
             problems.append(f"{method} {path} ({status}) removed the victim's pages")
-    return verdict_of(attack, problems, f"{len(_flushes(name))} ways, the victim's pages stay")
+    return verdict_of(attack, problems, f"{len(ways)} ways, the victim's pages stay")
 
 
-def _flushes(name: str) -> list[tuple[str, str, object]]:
+def _flushes(name: str, ids: list[int]) -> list[tuple[str, str, object]]:
+    bodies = [
+        *({}, {"all": True}, {"tenant": name}, {"tenant": [name]}),
+        *({"prefix": ids}, {"tenant": name, "prefix": ids}),
+    ]
     return [
         ("POST", "/flush_cache", None),
         ("GET", "/flush_cache", None),
-        ("POST", "/ext/v1/flush", {"all": True}),
-        ("POST", "/ext/v1/flush", {"tenant": name}),
+        *(("POST", "/ext/v1/flush", body) for body in bodies),
         ("DELETE", f"/ext/v1/tenants/{name}", None),
     ]

@@ -19,6 +19,7 @@ from sglang_ext.gateway.merge import merged_metrics
 from sglang_ext.gateway.routing import Routing
 from sglang_ext.gateway.supervisor import Engine
 from sglang_ext.observe.catalog import PREFIX
+from sglang_ext.tenancy.identity import current_identity
 from sglang_ext.types import TenantId
 
 __all__ = ["own_app"]
@@ -105,8 +106,9 @@ def _operator_routes(
 
     @router.post("/ext/v1/flush")
     async def flush(body: dict[str, Any], request: Request) -> Response:
-        """Flush where the tenant is served, or everywhere."""
-        tenant = body.get("tenant")
+        """Flush where the tenant is served, or everywhere; a tenant's key only what is its own."""
+        caller = current_identity.get()
+        tenant = caller.tenant if caller.id_prefix else body.get("tenant")
         named = isinstance(tenant, str)
         names = routing.engines_of(TenantId(str(tenant))) if named else routing.names
         found = [by_name[name] for name in names]

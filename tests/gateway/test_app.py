@@ -195,6 +195,21 @@ def test_the_operators_questions_are_asked_of_all() -> None:
     with_answers(test, shared, bank)
 
 
+def test_a_tenants_flush_reaches_its_engine_only() -> None:
+    """Whatever it says; whether it may, the engine decides by its key."""
+    shared, bank = Answers(flush={"ranks": [{}]}), Answers(flush={"ranks": [{}]})
+
+    async def test(gateway: Front) -> None:
+        for body in ({}, {"tenant": "a"}, {"tenant": "bank"}, {"all": True}):
+            answer = await gateway.send("POST", "/ext/v1/flush", json=body)
+            assert answer.json() == {"ranks": [{"engine": "shared"}]}
+        assert (shared.asked, bank.asked) == (["flush"] * 4, [])
+        await gateway.send("POST", "/ext/v1/flush", "key-bank", json={"all": True})
+        assert (len(shared.asked), bank.asked) == (4, ["flush"])
+
+    with_answers(test, shared, bank)
+
+
 def test_a_refusal_of_one_engine_is_the_answer() -> None:
     async def test(gateway: Front) -> None:
         answer = await gateway.send("GET", "/ext/v1/tree", "key-admin")
