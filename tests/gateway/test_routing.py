@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,18 @@ def test_a_request_goes_to_its_tenants_engines_only(
         assert order == (tenant,)
     else:
         assert set(order) == {f"shared-{number}" for number in range(count)}
+
+
+@pytest.mark.trial(14)
+@given(tenant=NAMES, session=SESSIONS, others=st.lists(st.tuples(NAMES, SESSIONS), max_size=9))
+def test_nothing_that_others_sent_or_cached_attracts_a_request(
+    tenant: TenantId, session: str | None, others: list[tuple[TenantId, str | None]]
+) -> None:
+    """A router knows no text at all: with equal load, only the tenant and its session count."""
+    routing, fresh = Routing(replicas(5)), Routing(replicas(5))
+    for other, its_session in others:
+        routing.order(other, its_session, {})
+    assert routing.order(tenant, session, {}) == fresh.order(tenant, session, {})
 
 
 @given(tenant=NAMES, session=st.text(min_size=1), load=st.lists(st.integers(0, 9), max_size=5))
