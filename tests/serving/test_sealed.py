@@ -1,5 +1,6 @@
 """What a sealed tenant leaves in a real server: in memory, in files, in what others can see."""
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from sglang_ext.tiering.page_format import (
 )
 from sglang_ext.types import Owner
 from tests.serving.memory import found_in, scheduler_of
-from tests.serving.tiered import LEAST, Tiers, ask, flood, flush, wait
+from tests.serving.server import Client
+from tests.serving.tiered import LEAST, Tiers, ask, flood, flush, story, wait
 
 pytestmark = pytest.mark.serving
 
@@ -57,8 +59,26 @@ def windows(body: bytes) -> list[bytes]:
     return [body[place : place + WINDOW] for place in places]
 
 
+def token_runs(client: Client, text: str) -> list[bytes]:
+    """Return the token ids of whole pages of a text, as 32-bit and as 64-bit numbers."""
+    answer = client.post("/tokenize", {"prompt": text})
+    answer.raise_for_status()
+    ids = answer.json()["tokens"]
+    pages = [ids[start : start + 16] for start in range(16, 16 * (PAGES + 1), 16)]
+    return [array(kind, page).tobytes() for page in pages for kind in "iq"]
+
+
+def files(folder: Path) -> bytes:
+    """Return the content of every file in the folder: slabs, index, its journal, keys."""
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
 def test_after_a_flush_nothing_of_a_sealed_tenant_is_left_in_memory_or_files(tiers: Tiers) -> None:
-    """KV bytes anywhere in the process; what lies on the disk is unreadable, then gone."""
+    """KV bytes anywhere in the process, token ids in files and pools.
+
+    What lies on the disk is unreadable, then gone. Token ids on Python's heap are no page, and
+    stay until their memory is used again (docs/security.md).
+    """
     sealed, admin = tiers.client("sealed"), tiers.client("admin")
     (folder,) = tiers.pages.iterdir()
     pid = scheduler_of(tiers.server.pid)
@@ -70,12 +90,21 @@ def test_after_a_flush_nothing_of_a_sealed_tenant_is_left_in_memory_or_files(tie
         piece for page in pages_on_disk(folder)[:PAGES] for piece in windows(opened(tiers, page))
     ]
     assert len(set(pieces)) == len(pieces), "a piece that every page has proves nothing"
-    files = b"".join(path.read_bytes() for path in tiers.pages.rglob("*") if path.is_file())
-    assert not any(piece in files for piece in pieces)
+    ids = token_runs(sealed, story(CANARY))
+    content = files(tiers.pages)
+    assert not any(piece in content for piece in (*pieces, *ids))
     flood(sealed, 900, 4)
     assert ask(sealed, CANARY).sources["host"] >= LEAST, "it went down and came back"
-    assert all(found_in(pid, pieces).values()), "the scan must find what is there"
+    before = found_in(pid, (*pieces, *ids))
+    assert all(before[piece] for piece in pieces), "the scan must find what is there"
+    assert any(before[run] for run in ids), "the scan must know how ids are written"
     wait(lambda: not any(flush(admin, "sealed")["in_use"].values()))
-    left = {piece for piece, places in found_in(pid, pieces).items() if places}
+    after = found_in(pid, (*pieces, *ids))
+    left = {piece for piece in pieces if after[piece]}
     assert not left, f"{len(left)} of {len(pieces)} pieces are left"
+    pools = set().union(*(before[piece] for piece in pieces))
+    in_pools = {run: after[run] & pools for run in ids if after[run] & pools}
+    assert not in_pools, f"token ids lie where the pages lay: {in_pools}"
+    content = files(tiers.pages)
+    assert not any(piece in content for piece in (*pieces, *ids))
     assert not pages_on_disk(folder)

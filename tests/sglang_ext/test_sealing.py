@@ -1,6 +1,7 @@
 """What sealed tenants leave in the pools of SGLang's own cache: zeros."""
 
 import pkgutil
+from array import array
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -230,6 +231,23 @@ def test_what_comes_back_from_the_disk_is_zeroed_as_well(vault: Vault, tmp_path:
     vault.check()
     assert not vault.anywhere()
     assert not any(RUN in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_neither_pools_nor_files_hold_token_ids(vault: Vault, tmp_path: Path) -> None:
+    """Pools hold numbers and slots, files numbers and hashes; before a flush and after it."""
+    ids = [1_000_003 + 7 * token for token in range(16)]
+    runs = [array(kind, ids[:PAGE]).tobytes() for kind in "iq"]
+    vault.compute(ids, BANK)
+    evict_both(vault)
+    assert fetch(vault.rig, ids, BANK) == 16
+    load(vault.rig, ids, BANK)
+    for end in (lambda: None, lambda: flush(vault)):
+        end()
+        pools = [*vault.layers(), vault.host.kv_buffer]
+        pools += [vault.cache.req_to_token_pool.req_to_token, vault.host.free_slots]
+        contents = [pool.contiguous().view(torch.uint8).numpy().tobytes() for pool in pools]
+        contents += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+        assert not any(run in content for run in runs for content in contents)
 
 
 def test_the_disk_holds_the_numbers_of_who_is_not_sealed(vault: Vault, tmp_path: Path) -> None:
