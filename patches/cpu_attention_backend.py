@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_ext.errors import UnsupportedError
+from sglang_ext.patches.attention_limits import refuse_cross_attention, refuse_layer
+from sglang_ext.patches.cpu_attention import CPU_ATTENTION
 from sglang_ext.patches.cpu_attention_kernel import load_decode_kernel, load_extend_kernel
 from sglang_ext.patches.cpu_attention_meta import Reach, Slots, Step
 from sglang_ext.patches.cpu_attention_ops import (
@@ -25,8 +26,12 @@ from sglang_ext.patches.cpu_attention_ops import (
     is_fp8,
 )
 from sglang_ext.patches.cpu_fp8_pages import fp8_layers
+from sglang_ext.tiering.quantizer import within_range
 
 __all__ = ["CpuAttentionBackend"]
+
+_NAMES = (CPU_ATTENTION, "torch_native")
+"""This backend, and the one to take instead of it."""
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -35,7 +40,7 @@ class CpuAttentionBackend(AttentionBackend):
     forward_metadata: Step | None
 
     def __init__(self, runner: Any) -> None:
-        _refuse_model(runner)
+        refuse_cross_attention(*_NAMES, runner.model_config)
         # SGLang's models look these three up here, by these names.
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
@@ -141,7 +146,7 @@ class CpuAttentionBackend(AttentionBackend):
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Store the new pages, then return the query by head."""
-        _refuse_layer(layer, options)
+        refuse_layer(*_NAMES, layer, options)
         if save_kv_cache and k is not None and v is not None:
             self._store(k, v, layer, forward_batch)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -163,13 +168,15 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> None:
         loc = KVWriteLoc.for_batch(forward_batch, swa_loc=self._sliding_loc)
         if (calibrated := self._fp8_layers.get(layer.layer_id)) is not None:
-            heads = (-1, layer.tp_k_head_num, layer.qk_head_dim)
-            codes = calibrated.codes(k.reshape(heads), v.reshape(heads))
-            self.token_to_kv_pool.set_kv_buffer(layer, loc, *codes)
+            keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            values = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, *calibrated.codes(keys, values))
         elif self._scaled(layer):
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         else:
-            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
+            dtype = self.token_to_kv_pool.dtype
+            rows = within_range(k, dtype), within_range(v, dtype)
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, *rows)
 
     def _pages(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffers of keys and values, once a tier has brought the layer's pages back.
@@ -212,26 +219,3 @@ def _room(query: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
 
 def _scoring(layer: RadixAttention) -> Scoring:
     return Scoring(scale=layer.scaling, soft_cap=layer.logit_cap or 0.0)
-
-
-def _refuse_model(runner: Any) -> None:
-    """Raise UnsupportedError at start where a whole model needs what this backend lacks."""
-    if runner.model_config.is_encoder_decoder:
-        raise UnsupportedError(
-            "sglang_ext_cpu has no cross attention, so it cannot serve an encoder-decoder model; "
-            "run with --attention-backend torch_native"
-        )
-
-
-def _refuse_layer(layer: RadixAttention, options: dict[str, Any]) -> None:
-    """Raise UnsupportedError rather than answer a kind of attention that would come out wrong."""
-    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-        raise UnsupportedError(
-            f"layer {layer.layer_id} is not causal self-attention, which is all that "
-            "sglang_ext_cpu computes; run with --attention-backend torch_native"
-        )
-    given = sorted(name for name, value in options.items() if value is not None)
-    if given:
-        raise UnsupportedError(
-            f"layer {layer.layer_id} wants {', '.join(given)}, which sglang_ext_cpu does not know"
-        )

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from sglang_ext.calibration.judge import Judged, judge, loss_interval
 from sglang_ext.calibration.schemes import (
-    SCHEMES,
-    LayerStatistics,
     Scheme,
+    Statistics,
     as_bf16,
     layers_of,
     learn,
     quantized,
+    schemes_for,
 )
 from sglang_ext.calibration.treatment import load_model, logits_of, treated
 from sglang_ext.errors import ScalesError
@@ -121,10 +121,10 @@ def split_text(model_folder: Path, text: str, tokens: int) -> list[torch.Tensor]
 def _losses(
     model: PreTrainedModel,
     chunks: Sequence[torch.Tensor],
-    statistics: Mapping[int, LayerStatistics],
+    statistics: Mapping[int, Statistics],
 ) -> list[Loss]:
     """The loss of every format and scheme over ``chunks``."""
-    pairs = [(format, scheme) for format in FORMATS.values() for scheme in SCHEMES]
+    pairs = [(format, scheme) for format in FORMATS.values() for scheme in schemes_for(model)]
     treatments = [
         quantized(layers_of(statistics, format, scheme), format, per_token=scheme.per_token)
         for format, scheme in pairs

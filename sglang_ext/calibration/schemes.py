@@ -6,13 +6,24 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from sglang_ext.calibration.treatment import Treatment, logits_of, treated
+from sglang_ext.calibration.treatment import Treatment, latent_rank, logits_of, treated
 from sglang_ext.tiering.channel_statistics import ChannelStatistics
 from sglang_ext.tiering.feedback import QueryStatistics, learn_feedback
 from sglang_ext.tiering.quantizer import Channels, Format, dequantize, quantize
 from sglang_ext.tiering.scales import LayerChannels
 
-__all__ = ["SCHEMES", "LayerStatistics", "Scheme", "as_bf16", "layers_of", "learn", "quantized"]
+__all__ = [
+    "SCHEMES",
+    "LatentStatistics",
+    "LayerStatistics",
+    "Scheme",
+    "Statistics",
+    "as_bf16",
+    "layers_of",
+    "learn",
+    "quantized",
+    "schemes_for",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +50,34 @@ SCHEMES = (
 every kernel that reads pages."""
 
 
+def schemes_for(model: PreTrainedModel) -> Sequence[Scheme]:
+    """Return those that ``model`` can have.
+
+    A latent row is K and V at once, so it has one mean; and an error that cancels in K's logits
+    would be the larger in V.
+    """
+    if latent_rank(model) is None:
+        return SCHEMES
+    return [
+        scheme
+        for scheme in SCHEMES
+        if scheme.mean_of_keys == scheme.mean_of_values and not scheme.feedback
+    ]
+
+
 class LayerStatistics:
     """What the calibration text showed of one layer's queries, keys and values."""
 
-    def __init__(self, keys: torch.Tensor) -> None:
-        _, heads, dim = keys.shape
-        self.queries = QueryStatistics(heads, dim)
-        self.keys, self.values = ChannelStatistics(heads, dim), ChannelStatistics(heads, dim)
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.queries = QueryStatistics(*keys.shape[1:])
+        self.keys = ChannelStatistics(*keys.shape[1:])
+        self.values = ChannelStatistics(*values.shape[1:])
+
+    def add(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take in rows [tokens, heads, dim]."""
+        self.queries.add(queries)
+        self.keys.add(keys)
+        self.values.add(values)
 
     def channels(self, format: Format, scheme: Scheme) -> LayerChannels:
         """Return the layer's channels under ``scheme``."""
@@ -57,19 +89,42 @@ class LayerStatistics:
         return LayerChannels(keys, values)
 
 
-def learn(model: PreTrainedModel, chunks: Sequence[torch.Tensor]) -> dict[int, LayerStatistics]:
+class LatentStatistics:
+    """What the calibration text showed of one layer's latent rows, which are K and V at once.
+
+    Their rotary tail keeps scale 1 and mean 0: its channels lie in another order in SGLang.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._rows = ChannelStatistics(*keys.shape[1:])
+        self._rank = values.shape[-1]
+
+    def add(self, _queries: torch.Tensor, keys: torch.Tensor, _values: torch.Tensor) -> None:
+        """Take in rows [tokens, 1, rank + tail]."""
+        self._rows.add(keys)
+
+    def channels(self, format: Format, scheme: Scheme) -> LayerChannels:
+        """Return the layer's channels under ``scheme``."""
+        rows = _channels(self._rows, format, scheme.scaled, scheme.mean_of_keys)
+        rows.scale[:, self._rank :], rows.mean[:, self._rank :] = 1, 0
+        values = Channels(rows.scale[:, : self._rank], rows.mean[:, : self._rank])
+        return LayerChannels(rows, values)
+
+
+Statistics = LayerStatistics | LatentStatistics
+
+
+def learn(model: PreTrainedModel, chunks: Sequence[torch.Tensor]) -> dict[int, Statistics]:
     """Run the model over ``chunks`` [tokens] and return the statistics of each layer."""
-    statistics: dict[int, LayerStatistics] = {}
+    kind = LayerStatistics if latent_rank(model) is None else LatentStatistics
+    statistics: dict[int, Statistics] = {}
 
     def watch(
         layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in statistics:
-            statistics[layer] = LayerStatistics(keys)
-        of_layer = statistics[layer]
-        of_layer.queries.add(queries)
-        of_layer.keys.add(keys)
-        of_layer.values.add(values)
+            statistics[layer] = kind(keys, values)
+        statistics[layer].add(queries, keys, values)
         return keys, values
 
     with treated(watch):
@@ -79,7 +134,7 @@ def learn(model: PreTrainedModel, chunks: Sequence[torch.Tensor]) -> dict[int, L
 
 
 def layers_of(
-    statistics: Mapping[int, LayerStatistics], format: Format, scheme: Scheme
+    statistics: Mapping[int, Statistics], format: Format, scheme: Scheme
 ) -> dict[int, LayerChannels]:
     """Return every layer's channels under ``scheme``."""
     return {number: layer.channels(format, scheme) for number, layer in statistics.items()}

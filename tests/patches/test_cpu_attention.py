@@ -4,6 +4,7 @@ Log probabilities are compared, not only tokens, on prompts of mixed lengths, fi
 and then again from the cache.
 """
 
+import atexit
 import random
 import statistics
 from collections.abc import Callable, Iterator
@@ -64,6 +65,9 @@ _KINDS = {
     "e5m2 pages": Kind(
         tiny_models.tiny_llama, flags={"kv_cache_dtype": "fp8_e5m2"}, worst=2.0, mean=0.4
     ),
+    "mla, e5m2 pages": Kind(
+        tiny_models.tiny_mla, flags={"kv_cache_dtype": "fp8_e5m2"}, worst=2.0, mean=0.4
+    ),
 }
 
 
@@ -86,6 +90,8 @@ def engine(model: Path, **flags: Any) -> Iterator[Any]:
         yield running
     finally:
         running.shutdown()
+        # Not again at the end of the run, where its log lines would bury what failed.
+        atexit.unregister(running.shutdown)
 
 
 def random_prompts() -> list[list[int]]:

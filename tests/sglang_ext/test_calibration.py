@@ -1,14 +1,23 @@
 """Calibration on a tiny model: what it learns and writes, what it costs, what it refuses."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from sglang_ext.calibration.measure import Loss, Measured, calibrate, choose, default_text
-from sglang_ext.calibration.schemes import SCHEMES
+from sglang_ext.calibration.measure import (
+    Loss,
+    Measured,
+    calibrate,
+    choose,
+    default_text,
+    split_text,
+)
+from sglang_ext.calibration.schemes import SCHEMES, layers_of, learn
+from sglang_ext.calibration.treatment import load_model, logits_of, treated
 from sglang_ext.cli import main
-from sglang_ext.errors import ScalesError, UnsupportedError
+from sglang_ext.errors import ScalesError
 from sglang_ext.tiering.quantizer import E4M3, E5M2, Format
 from sglang_ext.tiering.scales import checkpoint_hash, load_scales
 from tests.tiny_models import tiny_llama, tiny_mla
@@ -65,9 +74,43 @@ def test_a_short_text_is_refused(model: Path) -> None:
         calibrate(model, "Too short.", tokens=_TOKENS, format=None)
 
 
-def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="latent attention"):
-        calibrate(tiny_mla(tmp_path / "mla"), default_text(), tokens=_TOKENS, format=None)
+def test_latent_rows_have_one_set_of_channels_and_a_plain_tail(tmp_path: Path) -> None:
+    folder = tiny_mla(tmp_path / "mla")
+    measured = calibrate(folder, default_text(), tokens=_TOKENS, format=E4M3)
+    names = {loss.scheme.name for loss in measured.losses}
+    assert names == {"plain cast", "mean of K and V"}
+    assert all(0 < loss.divergence < 1 for loss in measured.losses)
+    for errors in measured.layer_errors.values():
+        assert all(0.002 < error < 0.07 for error in errors)
+    model, rank = load_model(folder), 512
+    statistics = learn(model, split_text(folder, default_text(), _TOKENS))
+    for layer in layers_of(statistics, E4M3, SCHEMES[2]).values():
+        keys, values = layer.keys, layer.values
+        assert keys.scale.shape == (1, rank + 64)
+        assert torch.equal(keys.scale[:, :rank], values.scale)
+        assert torch.equal(keys.mean[:, :rank], values.mean)
+        assert values.mean.abs().max() > 0
+        assert (keys.scale[:, rank:] == 1).all() and not keys.mean[:, rank:].any()
+
+
+def test_what_is_done_to_latents_reaches_the_answer(tmp_path: Path) -> None:
+    """The model must read treated latents, not the ones it computed."""
+    folder = tiny_mla(tmp_path / "mla")
+    model, chunk = load_model(folder), split_text(folder, default_text(), _TOKENS)[0][:64]
+    plain = logits_of(model, chunk)
+    with treated(lambda _layer, _queries, keys, values: (keys, values)):
+        assert torch.equal(logits_of(model, chunk), plain)
+    for part in (slice(0, 512), slice(512, None)):
+        with treated(partial(_without, part)):
+            assert (logits_of(model, chunk) - plain).abs().max() > 0.1
+
+
+def _without(
+    part: slice, _layer: int, _queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = keys.clone()
+    keys[..., part] = 0
+    return keys, values
 
 
 def test_the_command_writes_a_file_for_these_weights(

@@ -17,7 +17,7 @@ from sglang_ext.calibration.judge import Judged, judge, loss_interval
 from sglang_ext.calibration.measure import default_text, split_text
 from sglang_ext.calibration.schemes import (
     SCHEMES,
-    LayerStatistics,
+    Statistics,
     as_bf16,
     layers_of,
     learn,
@@ -41,7 +41,7 @@ class _Bench:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model: PreTrainedModel = load_model(folder)
         chunks = split_text(folder, default_text(), _CALIBRATION_TOKENS)
-        self.statistics: dict[int, LayerStatistics] = learn(self.model, chunks)
+        self.statistics: dict[int, Statistics] = learn(self.model, chunks)
 
     def judge(self, questions: Iterable[tuple[str, str]], *formats: Format) -> list["_Costs"]:
         """What plain casts and our default cost in each format, one after the other."""
