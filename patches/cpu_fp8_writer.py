@@ -1,4 +1,4 @@
-"""Writes FP8 pages by the C++ kernel, or in plain torch where that is missing."""
+"""Writes FP8 pages: by the C++ kernel, in plain torch where that is missing, on a GPU by Triton."""
 
 import ctypes
 import logging
@@ -27,13 +27,18 @@ class Fp8Writer:
         self._channels, self._format = channels, format
         # The kernel keeps no copies of its tables: they live as long as this object.
         self._tables = _tables(channels)
-        library = _checked_library()
+        library = _checked_library() if channels.scale.is_cpu else None
         self._write = None if library is None else _Kernel(library, self._tables, format)
 
     def codes(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the codes, FP8 [tokens, heads, dim] without gaps, of rows of that shape."""
         dim = rows.shape[-1]
         packed = rows.stride()[1:] == (dim, 1)
+        if rows.is_cuda:
+            # Imported late: a machine without a GPU has no use for it.
+            from sglang_ext.tiering.triton_pages import write_codes
+
+            return write_codes(rows if packed else rows.contiguous(), self._channels, self._format)
         if self._write is None or rows.dtype != torch.bfloat16 or not packed or dim > _MAX_DIM:
             return quantize(rows, self._channels, self._format).codes
         return self._write(rows)

@@ -22,14 +22,17 @@ def use_scales(policy: Policy, server_args: Any, *, on_cpu: bool) -> None:
         return
     # Imported late: most servers have no scales, and this loads torch.
     from sglang_ext.patches.cpu_attention import CPU_ATTENTION
+    from sglang_ext.patches.flashinfer_pages import FLASHINFER_PAGES
     from sglang_ext.tiering.quantizer import FORMATS
     from sglang_ext.tiering.scales import checkpoint_hash, load_scales
     from sglang_ext.tiering.scales_in_force import hand_over
 
-    if not on_cpu or server_args.attention_backend != CPU_ATTENTION:
+    reader = CPU_ATTENTION if on_cpu else FLASHINFER_PAGES
+    if server_args.attention_backend != reader:
         raise UnsupportedError(
-            f"{_FIELD}: so far only the CPU attention {CPU_ATTENTION} reads pages with calibrated "
-            "scales; remove it (engine.kv_cache_dtype alone works everywhere)"
+            f"{_FIELD}: only the attention {reader} reads pages with calibrated scales here; run "
+            f"with --attention-backend {reader}, or remove it (engine.kv_cache_dtype alone works "
+            "everywhere)"
         )
     format = FORMATS.get(server_args.kv_cache_dtype)
     if format is None:

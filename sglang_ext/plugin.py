@@ -24,6 +24,7 @@ def register() -> None:
     from sglang_ext.operations import OPERATIONS
     from sglang_ext.patches import hooks
     from sglang_ext.patches.admin_channel import admin_channel_hooks
+    from sglang_ext.patches.flashinfer_pages import register_flashinfer_pages
     from sglang_ext.patches.prefill_rate import prefill_rate_hooks
     from sglang_ext.patches.refusal_status import refusal_status_hooks
     from sglang_ext.patches.schedule_policy import offer_tenant_fair
@@ -39,6 +40,7 @@ def register() -> None:
 
     check_version()
     offer_tenant_fair()
+    register_flashinfer_pages()
     hooks.install(
         [
             *identity_hooks(active.request_metrics()),

@@ -58,6 +58,12 @@ def test_scales_that_fit_reach_every_process(model: Path, path: Path) -> None:
     assert scales_in_force.scales_digest()
 
 
+def test_on_a_gpu_flashinfer_over_pages_reads_them(model: Path, path: Path) -> None:
+    arguments = _args(model, attention_backend="sglang_ext_flashinfer")
+    use_scales(_policy(path), arguments, on_cpu=False)
+    assert scales_in_force.scales_in_force() is not None
+
+
 def test_without_scales_there_is_nothing_to_hand_over(model: Path) -> None:
     use_scales(_policy(None), _args(model), on_cpu=False)
     assert scales_in_force.scales_in_force() is None
@@ -68,8 +74,9 @@ def test_without_scales_there_is_nothing_to_hand_over(model: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "on_cpu", "says"),
     [
-        ({}, False, "only the CPU attention"),
-        ({"attention_backend": "torch_native"}, True, "only the CPU attention"),
+        ({}, False, "only the attention sglang_ext_flashinfer reads"),
+        ({"attention_backend": "torch_native"}, True, "only the attention sglang_ext_cpu reads"),
+        ({"attention_backend": "sglang_ext_flashinfer"}, True, "only the attention sglang_ext_cpu"),
         ({"kv_cache_dtype": "auto"}, True, "set engine.kv_cache_dtype to one of fp8_e4m3, fp8_e5"),
         ({"model_path": "some/hub-name"}, True, "give --model-path as a folder"),
     ],
