@@ -95,6 +95,10 @@ class Report:
         """Write the JSON file, print the tables and return the exit status."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._document(), indent=2) + "\n", encoding="utf-8")
+        return self.show()
+
+    def show(self) -> int:
+        """Print the tables and return the exit status, without keeping anything."""
         console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(self._figures_table())
         if self.bars:
