@@ -90,12 +90,20 @@ def narrowed(policy: Policy, spec: EngineSpec, specs: Sequence[EngineSpec]) -> d
     if "tiers" in document:
         document["tiers"] = _tiers(document["tiers"], spec)
     if spec.tenant is not None:
-        own_engine = dict(tenants[spec.tenant].get("engine", {}))
-        own_engine.pop("flags", None)
-        document["engine"] = {**document.get("engine", {}), **own_engine}
+        own_engine = tenants[spec.tenant].get("engine", {})
+        document["engine"] = _own_engine(document.get("engine", {}), own_engine)
         # A sealed tenant shares not even public text.
         document.pop("public_prefixes", None)
     return document
+
+
+def _own_engine(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay a tenant's settings over the shared ones; FP8 scales are for one type of page only."""
+    engine = {**shared, **own}
+    engine.pop("flags", None)
+    if engine.get("kv_cache_dtype") != shared.get("kv_cache_dtype") and "kv_scales" not in own:
+        engine.pop("kv_scales", None)
+    return engine
 
 
 def _dedicated(policy: Policy) -> list[TenantPolicy]:

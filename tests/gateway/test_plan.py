@@ -97,6 +97,30 @@ def test_each_engine_reads_its_own_part() -> None:
     assert build_policy(own).engine.page_size == 32
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "shared"}),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "shared"}),
+        ({"kv_cache_dtype": "bf16"}, {"kv_cache_dtype": "bf16"}),
+        (
+            {"kv_cache_dtype": "fp8_e5m2", "kv_scales": "own"},
+            {"kv_cache_dtype": "fp8_e5m2", "kv_scales": "own"},
+        ),
+    ],
+)
+def test_a_dedicated_tenant_may_have_another_type_of_page(
+    own: dict[str, str], expected: dict[str, str]
+) -> None:
+    """Scales of the shared type would be refused by an engine of another."""
+    engine = {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "shared"}
+    whole = policy({"a": {}, "b": bank(engine=own)}, engine=engine)
+    specs = plan_engines(whole, 1, ())
+    shared, dedicated = (narrowed(whole, spec, specs)["engine"] for spec in specs)
+    assert shared == engine
+    assert dedicated == expected
+
+
 def test_a_tenant_that_comes_later_needs_a_shared_engine() -> None:
     specs = plan_engines(policy({"b": bank()}), 1, ())
     with pytest.raises(PolicyError, match="tenants.new: no engine for it runs"):
