@@ -25,7 +25,7 @@ from sglang_ext.radix.public import PublicPrefixes
 from sglang_ext.radix.tree_core import TenantTreeCore
 from sglang_ext.residency import Residency, lifetimes
 from sglang_ext.sealing import Sealing
-from sglang_ext.tenancy.policy import Policy
+from sglang_ext.tenancy.policy import Loading, Policy
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.tenancy.units import SizeUnit
 from sglang_ext.tiers import complete_storage_config, tenant_store
@@ -80,6 +80,7 @@ def create_cache(ctx: Any, prefixes: PrefixSource | None = None) -> TenantRadixC
         cache.sealing = _sealing(ctx, cache)
         cache.sealing.check(active.policy())
         cache.limit(quota_books(active.policy(), cache))
+        cache.worth.always = active.policy().tiers.load is Loading.ALWAYS
         cache.store = tenant_store(ctx, cache, active.policy())
         cache.residency = residency(active.policy(), cache)
         cache.lifespans = Lifespans(cache, lifetimes(active.policy()))

@@ -20,7 +20,7 @@ from sglang_ext.tenancy.changes import check_live
 from sglang_ext.tenancy.document import version_of
 from sglang_ext.tenancy.identity import tenant_of_id
 from sglang_ext.tenancy.loader import build_policy
-from sglang_ext.tenancy.policy import Policy, TenantPolicy
+from sglang_ext.tenancy.policy import Loading, Policy, TenantPolicy
 from sglang_ext.tenancy.quota import QuotaBook
 from sglang_ext.types import Owner, TenantId, Tier
 
@@ -95,6 +95,7 @@ def _prepare(policy: Policy, cache: Any) -> _Prepared:
 
 def _use(prepared: _Prepared, cache: Any) -> None:
     cache.limit(prepared.books)
+    cache.worth.always = prepared.policy.tiers.load is Loading.ALWAYS
     if prepared.store_book is not None:
         cache.store.use(prepared.policy, prepared.store_book)
     found = lifetimes(prepared.policy)

@@ -22,6 +22,7 @@ __all__ = [
     "HbmTier",
     "Isolation",
     "KvCacheDtype",
+    "Loading",
     "MetricsPolicy",
     "NvmeTier",
     "Policy",
@@ -145,10 +146,19 @@ class RemoteTier:
     """The master's HTTP port, which lists what is there; None: port 9003 of its machine."""
 
 
+class Loading(StrEnum):
+    """When pages that a lower tier holds come back up for a request."""
+
+    MEASURED = "measured"
+    """Where that was quicker lately than to compute them again."""
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TiersPolicy:
     """The tiers of this machine. None: the tier is not used."""
 
+    load: Loading = Loading.MEASURED
     hbm: HbmTier = HbmTier()
     cpu: CpuTier | None = None
     nvme: NvmeTier | None = None

@@ -33,6 +33,7 @@ from sglang_ext.tenancy.policy import (
     HbmTier,
     Isolation,
     KvCacheDtype,
+    Loading,
     MetricsPolicy,
     NvmeTier,
     PublicPrefix,
@@ -82,6 +83,7 @@ _OWN_ENGINE: Section[dict[str, Any]] = Section(dict, {**_ENGINE.fields, "flags":
 _TIERS = Section(
     TiersPolicy,
     {
+        "load": choice(Loading),
         "hbm": Section(HbmTier, {"watermark": size}),
         "cpu": Section(CpuTier, {"size": byte_size}, required=("size",)),
         "nvme": Section(

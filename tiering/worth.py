@@ -72,6 +72,8 @@ class LoadOrCompute:
 
     def __init__(self, default_tokens: int) -> None:
         """``default_tokens``: from how many tokens on a fetch pays off as long as nobody knows."""
+        self.always = False
+        """Load whatever is there, however long it takes, up to SGLang's own time limits."""
         self._default = default_tokens
         self._lines = {Tier.CPU: Line(), Tier.NVME: Line()}
         self._compute = Line()
@@ -112,7 +114,7 @@ class LoadOrCompute:
 
         What is never tried is never measured again: every 32nd answer is to load all the same.
         """
-        if tokens >= self._least[tier]:
+        if self.always or tokens >= self._least[tier]:
             return Choice.LOAD
         self._declined[tier] += 1
         tried = self._declined[tier] % _TRY_EVERY == 0 and tokens >= self._default
@@ -121,9 +123,11 @@ class LoadOrCompute:
     def patience(self, tokens: int) -> float | None:
         """Return the seconds that computing ``tokens`` takes: so long is a fetch worth waiting for.
 
-        None while nothing was measured.
+        None while nothing was measured, and where everything is loaded.
         """
-        return tokens * self._computing / _NANO if self._computing else None
+        if self.always or not self._computing:
+            return None
+        return tokens * self._computing / _NANO
 
     def _ways(self, tier: Tier) -> list[Line]:
         """Return the ways from ``tier`` to HBM."""

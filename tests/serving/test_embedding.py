@@ -41,7 +41,9 @@ def test_trial_8_embeddings_are_computed_by_each_tenant(embedder: ServerProcess)
     computed_by_a = _computed(admin, "a")
     assert _embed(b, [text]) == first
     assert _computed(admin, "b") == computed_by_a
-    assert _embed(b, [text, text]) == first * 2
+    for again in _embed(b, [text, text]):
+        # A batch rounds otherwise than one text; both vectors have length one.
+        assert sum(one * other for one, other in zip(again, *first, strict=True)) > 0.999
     assert _computed(admin, "b") < 2 * computed_by_a, "a tenant should hit its own pages"
 
 

@@ -12,12 +12,14 @@ from sglang_ext.tenancy.keys import digest
 from tests.serving.prompts import unique_prompt
 from tests.serving.server import Client, ServerProcess
 from tests.serving.tiered import LEAST, NVME_BYTES, Tiers, Told, ask, flood, story, wait
+from tests.tiering.stores import flip
 
 pytestmark = pytest.mark.serving
 
 FLAGS = ("--max-total-tokens", "2400", "--mem-fraction-static", "0.3", "--sleep-on-idle")
 TOKEN_BYTES = 23_040
 CPU_TOKENS = 1200
+RESERVED_BYTES = 16 * 2**20
 SYSTEM = unique_prompt("You are the assistant of many customers", words=60)
 SOURCES = ("device", "host", "storage")
 ENDS = ("useful", "late", "failed", "no_room", "wasted")
@@ -32,7 +34,7 @@ class SmallHost(Tiers):
         self.policy.write_text(
             "version: 1\n"
             f'admin_keys: ["{keys["admin"]}"]\n'
-            f"tiers: {{cpu: {{size: {CPU_TOKENS * TOKEN_BYTES}B}}, "
+            f"tiers: {{load: always, cpu: {{size: {CPU_TOKENS * TOKEN_BYTES}B}}, "
             f"nvme: {{size: {NVME_BYTES}B, path: {self.pages}}}}}\n"
             f"public_prefixes: [{{name: assistant, system: {SYSTEM!r}}}]\n"
             "defaults: {quota: {hbm: 100%, cpu: 100%}}\n"
@@ -171,13 +173,13 @@ def test_what_moves_and_what_is_held_is_on_the_metrics_page(small: SmallHost) ->
 
 
 def flip_a_bit_in_every_page(folder: Path) -> None:
-    """Damage the bodies of all pages on disk."""
+    """Damage the bodies of all pages on disk, and leave holes, which are zeros, as they are."""
+    step = TOKEN_BYTES * 8
     for slab in folder.rglob("*.slab"):
-        content = bytearray(slab.read_bytes())
-        step = TOKEN_BYTES * 8
+        content = slab.read_bytes()
         for place in range(step, len(content), step):
-            content[place] ^= 1
-        slab.write_bytes(content)
+            if content[place]:
+                flip(slab, place, 0)
 
 
 @pytest.mark.trial(65)
@@ -213,18 +215,25 @@ def test_churn_leaves_memory_flat_and_the_disk_equal_to_its_books(small: SmallHo
     dice = random.Random(60)
     clients = [small.client("a"), small.client("b")]
     resident = []
-    for _ in range(8):
+
+    def churn() -> None:
         for _ in range(10):
             dice.choice(clients).generate(story(2000 + int(120 * dice.random() ** 2)))
         resident.append(small.server.resident_bytes())
-    assert small.metric("store_events_total", event="evicted") > 0, "the disk was never full"
-    assert disk_bytes(small.pages) <= 1.01 * NVME_BYTES, "no more than what is on its way"
-    assert max(resident[4:]) <= max(resident[:4]) + 48 * 2**20, resident
+
+    # How much of it reaches a disk depends on the disk.
+    while small.metric("store_events_total", event="evicted") == 0 or len(resident) < 4:
+        assert len(resident) < 40, "the disk was never full"
+        churn()
+    warm = len(resident)
+    for _ in range(4):
+        churn()
+    assert max(resident[warm:]) <= max(resident[:warm]) + 48 * 2**20, resident
 
     def books_are_right() -> bool:
-        held = small.metric("held_bytes", tier="nvme")
-        # Headers and whole blocks come on top of the pages' own bytes.
-        used = disk_bytes(small.pages)
-        return 0 < held <= used <= min(NVME_BYTES, 1.03 * held)
+        # At rest: while blocks go from one file to another, their sum is of no moment. Headers and
+        # whole blocks come on top of the pages' own bytes, and the slots reserved for the next.
+        held, used = small.metric("held_bytes", tier="nvme"), disk_bytes(small.pages)
+        return 0 < held <= used <= min(NVME_BYTES, 1.03 * held + RESERVED_BYTES)
 
     wait(books_are_right)

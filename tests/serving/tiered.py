@@ -32,8 +32,9 @@ class Tiers:
         self.policy.write_text(
             "version: 1\n"
             f'admin_keys: ["{keys["admin"]}"]\n'
-            f"tiers: {{cpu: {{size: 120MB}}, nvme: {{size: {NVME_BYTES}B, path: {self.pages}, "
-            f"master_key: {self.master_key}}}}}\n"
+            # Where it is slow to load or quick to compute, these tests still want to see it loaded.
+            f"tiers: {{load: always, cpu: {{size: 120MB}}, nvme: {{size: {NVME_BYTES}B, "
+            f"path: {self.pages}, master_key: {self.master_key}}}}}\n"
             "defaults: {quota: {hbm: 100%, cpu: 100%}}\n"
             "tenants:\n"
             f'  a: {{api_keys: ["{keys["a"]}"]}}\n'

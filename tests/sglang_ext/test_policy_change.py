@@ -17,7 +17,7 @@ from sglang_ext.types import Owner, Tier
 from tests.sglang_ext.live import forget_policy
 from tests.sglang_ext.tiered import TieredRig, tiered
 
-TIERS = "version: 1\ntiers: {cpu: {size: 1GB}, nvme: {size: 1GB, path: /unused}}\n"
+TIERS = "version: 1\ntiers: {load: measured, cpu: {size: 1GB}, nvme: {size: 1GB, path: /unused}}\n"
 OLD = TIERS + "tenants: {a: {}, b: {}}\n"
 TEXT = list(range(1, 17))
 
@@ -39,8 +39,8 @@ class Scheduler:
     def run(self, name: str, **body: Any) -> dict[str, Any]:
         return self._operations[name](self._scheduler, body)
 
-    def change(self, text: str) -> None:
-        document = read_yaml(TIERS + text)
+    def change(self, text: str, load: str = "measured") -> None:
+        document = read_yaml(TIERS.replace("measured", load) + text)
         assert isinstance(document, dict)
         self.run("policy_check", document=document)
         self.run("policy_apply", version=version_of(document))
@@ -80,6 +80,13 @@ def test_times_change_for_pages_that_are_there(scheduler: Scheduler) -> None:
     rig.later(200)
     held = [rig.cache.ledger.usage(Owner("t:a"), tier).tokens for tier in (Tier.HBM, Tier.CPU)]
     assert held == [0, len(TEXT)]
+
+
+def test_that_everything_is_loaded_may_be_asked_for_and_taken_back(scheduler: Scheduler) -> None:
+    worth = scheduler.rig.cache.worth
+    for load in ("always", "measured"):
+        scheduler.change("tenants: {a: {}, b: {}}", load)
+        assert worth.always == (load == "always")
 
 
 def test_who_goes_leaves_every_tier(scheduler: Scheduler) -> None:

@@ -140,7 +140,7 @@ def test_everything_else_may_change() -> None:
     old = "tenants: {a: {}, b: {}}"
     new = (
         f"admin_keys: ['{DIGEST}']\nunknown_key: c\nmetrics: {{public: true}}\n"
-        "tiers: {hbm: {watermark: 9%}}\n"
+        "tiers: {load: always, hbm: {watermark: 9%}}\n"
         "defaults: {quota: {hbm: 10%, hard: true}, ttl: {mode: strict}, max_queued: 3}\n"
         "tenants: {b: {isolation: shared, group: g, weight: 2}, c: {reserve: {hbm: 5%}}}"
     )

@@ -49,6 +49,14 @@ def test_before_anything_is_measured_only_long_fetches_are_made() -> None:
     assert worth.patience(1000) is None
 
 
+def test_everything_is_loaded_where_the_operator_wants_that() -> None:
+    worth = told(1e-5, (1e-4, 1e-6), (0.01, 1e-3))
+    assert worth.patience(1000) is not None
+    worth.always = True
+    assert all(worth.choose(tier, 1) is Choice.LOAD for tier in (Tier.CPU, Tier.NVME))
+    assert worth.patience(1000) is None
+
+
 def test_a_slow_disk_is_left_alone_and_tried_again_when_it_may_have_changed() -> None:
     worth = told(1e-5, (1e-4, 1e-6), (0.01, 1e-3))
     assert worth.least[Tier.NVME] == NEVER
