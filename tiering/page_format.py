@@ -33,6 +33,7 @@ __all__ = [
     "lay_out",
     "parse_header",
     "read_tag",
+    "read_written_ms",
     "set_tag",
     "stamp",
 ]
@@ -46,6 +47,8 @@ _MAGIC = b"sgl-ext\0"
 _FIXED = struct.Struct("<8sII16s16s16s12sQQ5H")
 _CHECKSUM = slice(16, 32)
 _TAG = slice(32, 48)
+_WRITTEN_MS = struct.Struct("<Q")
+_WRITTEN_AT = struct.calcsize("<8sII16s16s16s12sQ")
 _NO_SALT = bytes(16)
 _NO_NONCE = bytes(12)
 
@@ -214,6 +217,12 @@ def decode(
 def read_tag(page: memoryview) -> bytes:
     """Return the authentication tag that ``set_tag`` wrote."""
     return bytes(page[_TAG])
+
+
+def read_written_ms(page: memoryview) -> int:
+    """Return when a page was written, as its header says, which may be damaged."""
+    written: int = _WRITTEN_MS.unpack_from(page, _WRITTEN_AT)[0]
+    return written
 
 
 def _checksum(page: memoryview, body_bytes: int) -> bytes:

@@ -13,8 +13,9 @@ __all__ = ["Link"]
 
 T = TypeVar("T")
 
-_TURNS = 2
-"""Each thread gets so many shares of a full batch, so that some copy while others transfer."""
+_WIDTH = 1
+"""So many threads work on one batch. More only get into each other's way, measured on two cores
+over loopback; the others are there for other batches and questions."""
 
 
 class Link:
@@ -58,7 +59,7 @@ class Link:
             if self.try_now(work) is None:
                 otherwise()
 
-        self._workers.start(Batch(1, run))
+        self._workers.start(Batch(1, run), 1)
 
     def try_now(self, question: Callable[[], T]) -> T | None:
         """Ask on this thread; None where the store is silent."""
@@ -72,21 +73,20 @@ class Link:
     def share(
         self, work: Callable[[Batch, range], None], count: int, together: int, timeout_s: float
     ) -> None:
-        """Let the threads share ``count`` pages, at most ``together`` at a time.
+        """Let threads share ``count`` pages, ``together`` at a time.
 
         Raises what a callback of the caller raised.
         """
-        share = -(-count // (self._workers.depth * _TURNS))
         if count:
-            self._wait(Batch(count, work, max(1, min(together, share))), timeout_s)
+            self._wait(Batch(count, work, together), timeout_s, _WIDTH)
 
     def stop(self) -> bool:
         """Ask nothing more; False when a thread is still stuck after the timeout."""
         self._stopped = True
         return self._workers.stop(self.timeout_s)
 
-    def _wait(self, batch: Batch, timeout_s: float) -> None:
-        self._workers.start(batch)
+    def _wait(self, batch: Batch, timeout_s: float, most: int = 1) -> None:
+        self._workers.start(batch, most)
         outcome = batch.wait(timeout_s)
         if outcome.late:
             self._counters.add("timeout", outcome.late)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sglang_ext.tiering.codec import PageCodec
 from sglang_ext.tiering.counters import Counters
-from sglang_ext.tiering.page_format import HEADER_BYTES, Reject, parse_header
+from sglang_ext.tiering.page_format import HEADER_BYTES, Reject, read_written_ms
 from sglang_ext.tiering.remote_link import Link
 from sglang_ext.tiering.remote_names import HeldPage
 from sglang_ext.tiering.remote_objects import Objects, Reply
@@ -16,7 +16,7 @@ from sglang_ext.types import Owner
 
 __all__ = ["Piece", "Read", "RemoteTransfers"]
 
-_TOGETHER_BYTES = 4 * 2**20
+_TOGETHER_BYTES = 2**20
 """Pages are moved several at a time, up to this size."""
 
 
@@ -166,13 +166,13 @@ class RemoteTransfers:
         if isinstance(reply, Reply):
             self._note(reply)
             return None
-        header = parse_header(view[:reply])
-        if not isinstance(header, Reject) and header.written_ms / 1000 < oldest(piece.owner):
-            self._counters.add("expired")
-            return "expired"
         body = self._codec.open(view[:reply], piece.owner, piece.key)
         if isinstance(body, Reject):
             self._counters.add(body)
+            return body
+        if read_written_ms(view) / 1000 < oldest(piece.owner):
+            self._counters.add("expired")
+            return "expired"
         return body
 
     def _hand_over(

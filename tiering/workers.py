@@ -137,9 +137,9 @@ class Workers:
         """How many pages are read or written at the same time."""
         return len(self._threads)
 
-    def start(self, batch: Batch) -> None:
-        """Let as many threads work on ``batch`` as it can use."""
-        for _ in range(min(batch.shares, self.depth)):
+    def start(self, batch: Batch, most: int | None = None) -> None:
+        """Let as many threads work on ``batch`` as it can use, but not more than ``most``."""
+        for _ in range(min(batch.shares, self.depth if most is None else most)):
             self._queue.put(batch.run)
 
     def stop(self, timeout_s: float) -> bool:
