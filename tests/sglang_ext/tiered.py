@@ -94,8 +94,12 @@ def tiered(
     cpu: int = CPU,
     tenants: str = "a: {}, b: {}",
     master_key: str | None = None,
+    remote_bytes: int | None = None,
 ) -> Iterator[TieredRig]:
-    """Yield a rig with HBM and ``cpu`` tokens of CPU, and with the NVMe tier in ``folder``."""
+    """Yield a rig with HBM and ``cpu`` tokens of CPU, and with the NVMe tier in ``folder``.
+
+    ``remote_bytes``: with a remote tier too, on a store that the test puts in Mooncake's place.
+    """
     enable_hicache()
     register_backend()
     extra = {
@@ -107,6 +111,8 @@ def tiered(
         "prefetch_threshold": PAGE,
         **({} if master_key is None else {"master_key": master_key}),
     }
+    if remote_bytes is not None:
+        extra["remote"] = {"master": "nowhere:1", "total_bytes": remote_bytes}
     storage = {
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config": json.dumps(extra),
