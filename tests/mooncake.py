@@ -15,7 +15,7 @@ from sglang_ext.errors import UnsupportedError
 from sglang_ext.gateway.machine import free_ports
 from sglang_ext.tiering.remote_mooncake import P2P, MooncakeAddress, check_installed
 
-__all__ = ["Cluster", "Process", "await_that", "end", "start_cluster"]
+__all__ = ["Cluster", "Process", "await_that", "end", "program", "start_cluster"]
 
 _HOST = "127.0.0.1"
 _READY_S = 20
@@ -79,12 +79,17 @@ class Cluster:
             end(process)
         self._log.close()
 
-    def _start(self, program: str, *flags: str) -> Process:
-        found = importlib.util.find_spec("mooncake")
-        assert found is not None and found.submodule_search_locations
-        binary = Path(found.submodule_search_locations[0]) / program
-        binary.chmod(0o755)
-        return subprocess.Popen([binary, *flags], stdout=self._log, stderr=self._log)
+    def _start(self, name: str, *flags: str) -> Process:
+        return subprocess.Popen([program(name), *flags], stdout=self._log, stderr=self._log)
+
+
+def program(name: str) -> str:
+    """Return where a program of Mooncake's package lies."""
+    found = importlib.util.find_spec("mooncake")
+    assert found is not None and found.submodule_search_locations
+    binary = Path(found.submodule_search_locations[0]) / name
+    binary.chmod(0o755)
+    return str(binary)
 
 
 def end(process: Process) -> None:

@@ -56,6 +56,8 @@ class RemoteTransfers:
         self._slot_bytes = slot_bytes
         self._together = max(1, _TOGETHER_BYTES // slot_bytes)
         self._local = threading.local()
+        self._wire = threading.Lock()
+        """One transfer at a time, while other threads copy and hash."""
 
     def put(
         self,
@@ -114,9 +116,9 @@ class RemoteTransfers:
         values = [
             view[: HEADER_BYTES + piece.size] for piece, view in zip(pieces, views, strict=False)
         ]
-        replies = self._link.try_now(
-            lambda: self._objects.put([piece.name for piece in pieces], values)
-        )
+        names = [piece.name for piece in pieces]
+        with self._wire:
+            replies = self._link.try_now(lambda: self._objects.put(names, values))
         return [
             piece
             for piece, reply in zip(pieces, replies or (), strict=False)
@@ -144,9 +146,8 @@ class RemoteTransfers:
             return
         views = self._views(len(pieces))
         names = [piece.name for piece in pieces]
-        replies = self._link.try_now(lambda: self._objects.get(names, views)) or [
-            Reply.ABSENT
-        ] * len(names)
+        with self._wire:
+            replies = self._link.try_now(lambda: self._objects.get(names, views))
         bodies: list[tuple[Piece, memoryview]] = []
         for piece, view, reply in zip(pieces, views, replies or (), strict=False):
             body = self._checked(piece, view, reply, oldest)
