@@ -59,12 +59,12 @@ def windows(body: bytes) -> list[bytes]:
     return [body[place : place + WINDOW] for place in places]
 
 
-def token_runs(client: Client, text: str) -> list[bytes]:
-    """Return the token ids of whole pages of a text, as 32-bit and as 64-bit numbers."""
+def token_ids(client: Client, text: str) -> list[bytes]:
+    """Return the token ids of some whole pages of a text, as 32-bit and as 64-bit numbers."""
     answer = client.post("/tokenize", {"prompt": text})
     answer.raise_for_status()
     ids = answer.json()["tokens"]
-    pages = [ids[start : start + 16] for start in range(16, 16 * (PAGES + 1), 16)]
+    pages = [ids[start : start + 16] for start in range(16, 16 * 3, 16)]
     return [array(kind, page).tobytes() for page in pages for kind in "iq"]
 
 
@@ -74,10 +74,11 @@ def files(folder: Path) -> bytes:
 
 
 def test_after_a_flush_nothing_of_a_sealed_tenant_is_left_in_memory_or_files(tiers: Tiers) -> None:
-    """KV bytes anywhere in the process, token ids in files and pools.
+    """KV bytes anywhere in the process, KV bytes and token ids in files.
 
-    What lies on the disk is unreadable, then gone. Token ids on Python's heap are no page, and
-    stay until their memory is used again (docs/security.md).
+    What lies on the disk is unreadable, then gone. That pools hold no token ids shows where they
+    can be looked at one by one (tests/sglang_ext/test_sealing.py); on Python's heap ids stay until
+    their memory is used again (docs/security.md).
     """
     sealed, admin = tiers.client("sealed"), tiers.client("admin")
     (folder,) = tiers.pages.iterdir()
@@ -90,21 +91,15 @@ def test_after_a_flush_nothing_of_a_sealed_tenant_is_left_in_memory_or_files(tie
         piece for page in pages_on_disk(folder)[:PAGES] for piece in windows(opened(tiers, page))
     ]
     assert len(set(pieces)) == len(pieces), "a piece that every page has proves nothing"
-    ids = token_runs(sealed, story(CANARY))
+    unreadable = (*pieces, *token_ids(sealed, story(CANARY)))
     content = files(tiers.pages)
-    assert not any(piece in content for piece in (*pieces, *ids))
+    assert not any(piece in content for piece in unreadable)
     flood(sealed, 900, 4)
     assert ask(sealed, CANARY).sources["host"] >= LEAST, "it went down and came back"
-    before = found_in(pid, (*pieces, *ids))
-    assert all(before[piece] for piece in pieces), "the scan must find what is there"
-    assert any(before[run] for run in ids), "the scan must know how ids are written"
+    assert all(found_in(pid, pieces).values()), "the scan must find what is there"
     wait(lambda: not any(flush(admin, "sealed")["in_use"].values()))
-    after = found_in(pid, (*pieces, *ids))
-    left = {piece for piece in pieces if after[piece]}
+    left = {piece for piece, places in found_in(pid, pieces).items() if places}
     assert not left, f"{len(left)} of {len(pieces)} pieces are left"
-    pools = set().union(*(before[piece] for piece in pieces))
-    in_pools = {run: after[run] & pools for run in ids if after[run] & pools}
-    assert not in_pools, f"token ids lie where the pages lay: {in_pools}"
     content = files(tiers.pages)
-    assert not any(piece in content for piece in (*pieces, *ids))
+    assert not any(piece in content for piece in unreadable)
     assert not pages_on_disk(folder)
