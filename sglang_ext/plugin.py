@@ -1,5 +1,6 @@
 """SGLang's plugin entry point, run first in every process of the server."""
 
+import gc
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,17 @@ def register() -> None:
     """Install hooks and cache backend where a tenant policy is in force; else change nothing.
 
     An exception here is logged and swallowed by SGLang. The launcher and the cache factory
-    therefore check again that every hook applied (``patches.hooks.verify``).
+    therefore check again that every hook applied (``patches.hooks.verify``). Python's garbage
+    collection is on afterwards; the launcher leaves it off while modules are imported.
     """
-    if not active.has_policy():
-        return
+    try:
+        if active.has_policy():
+            _register()
+    finally:
+        gc.enable()
+
+
+def _register() -> None:
     from sglang_ext.cache_backend import register_backend
     from sglang_ext.metrics import by_tier
     from sglang_ext.operations import OPERATIONS
