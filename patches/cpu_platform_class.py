@@ -15,6 +15,7 @@ from sglang_ext.patches.cpu_attention import (
 from sglang_ext.patches.cpu_kernels import replace_triton_kernels
 from sglang_ext.patches.cpu_ops import register_ops
 from sglang_ext.patches.cpu_threads import bind_rank, set_thread_defaults
+from sglang_ext.patches.flashinfer_pages import refuse_without_gpu
 from sglang_ext.patches.hicache_cpu import enable_hicache
 
 __all__ = ["ExtCpuPlatform"]
@@ -47,6 +48,7 @@ class ExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Imported late: this module is loaded while SGLang's own utilities still are.
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
+        refuse_without_gpu(server_args.attention_backend)
         # There is no device to overlap with: a result would only wait for the next batch.
         server_args.disable_overlap_schedule = True
         if server_args.attention_backend == "intel_amx":

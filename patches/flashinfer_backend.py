@@ -33,7 +33,7 @@ from sglang_ext.patches.flashinfer_attention import (
     LatentShape,
     PagedAttention,
 )
-from sglang_ext.patches.flashinfer_pages import FLASHINFER_PAGES
+from sglang_ext.patches.flashinfer_pages import FLASHINFER_PAGES, refuse_without_gpu
 from sglang_ext.tiering.page_plan import plan_pages
 from sglang_ext.tiering.quantizer import within_range
 
@@ -50,10 +50,7 @@ _PAGE_TYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_
 def load_flashinfer() -> ModuleType:
     """Import FlashInfer; raise UnsupportedError without it, in another release, or without CUDA."""
     if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"{FLASHINFER_PAGES} needs an NVIDIA GPU, and this machine shows none; leave "
-            "--attention-backend out to let the CPU platform choose"
-        )
+        refuse_without_gpu(FLASHINFER_PAGES)
     try:
         found = version("flashinfer_python")
         import flashinfer

@@ -6,10 +6,26 @@ in every process; FlashInfer is imported when a model runner asks for the backen
 
 from typing import Any
 
-__all__ = ["FLASHINFER_PAGES", "offer_flashinfer_pages", "register_flashinfer_pages"]
+from sglang_ext.errors import UnsupportedError
+
+__all__ = [
+    "FLASHINFER_PAGES",
+    "offer_flashinfer_pages",
+    "refuse_without_gpu",
+    "register_flashinfer_pages",
+]
 
 FLASHINFER_PAGES = "sglang_ext_flashinfer"
 """The backend's name on the command line."""
+
+
+def refuse_without_gpu(attention_backend: str | None) -> None:
+    """Raise UnsupportedError where our backend is chosen on a machine without a GPU."""
+    if attention_backend == FLASHINFER_PAGES:
+        raise UnsupportedError(
+            f"{FLASHINFER_PAGES} needs an NVIDIA GPU, and this machine shows none; leave "
+            "--attention-backend out to let the CPU platform choose"
+        )
 
 
 def offer_flashinfer_pages() -> None:

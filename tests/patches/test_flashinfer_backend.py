@@ -22,6 +22,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.errors import UnsupportedError
 from sglang_ext.patches import cpu_fp8_pages, flashinfer_backend, flashinfer_pages
+from sglang_ext.patches.cpu_platform_class import ExtCpuPlatform
 from sglang_ext.patches.flashinfer_backend import FlashInferPagesBackend
 from sglang_ext.tiering import scales_in_force
 from sglang_ext.tiering.feedback import learn_feedback
@@ -301,6 +302,13 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(UnsupportedError, match="needs an NVIDIA GPU, and this machine shows none"):
         ATTENTION_BACKENDS[flashinfer_pages.FLASHINFER_PAGES](_runner(latent=False, dtype=_BF16))
+
+
+def test_on_the_cpu_platform_it_is_refused_before_anything_starts() -> None:
+    platform = ExtCpuPlatform()
+    chosen = SimpleNamespace(attention_backend=flashinfer_pages.FLASHINFER_PAGES)
+    with pytest.raises(UnsupportedError, match="needs an NVIDIA GPU, and this machine shows none"):
+        platform.apply_server_args_defaults(chosen)
 
 
 def test_another_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
