@@ -48,6 +48,7 @@ def main() -> int:
     with mooncake_store(int(total * 1.6)) as address:
         for size in SIZES:
             sides = Sides(address, size)
+            sides.round(min(BATCH, total // size), min(total, 2 * BATCH * size), 0)  # connects
             runs = [sides.round(min(BATCH, total // size), total, each) for each in range(rounds)]
             sides.close()
             report.runs += runs
