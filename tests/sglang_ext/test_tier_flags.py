@@ -14,6 +14,7 @@ from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tier_flags import (
     STORAGE_CONFIG,
     check_master_key,
+    check_remote,
     check_tiers,
     ranks,
     set_cpu_size,
@@ -162,3 +163,17 @@ def test_a_master_key_that_cannot_be_used_is_refused_before_anything_starts(
     key.chmod(0o600)
     check_master_key(keyed)
     check_master_key(BOTH)
+
+
+def test_a_remote_tier_without_its_client_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing() -> None:
+        raise UnsupportedError("tiers.remote: not installed")
+
+    monkeypatch.setattr("sglang_ext.tier_flags.check_installed", missing)
+    nvme = "nvme: {size: 1GB, path: /p}"
+    remote = "remote: {backend: mooncake, master: 'kv:1', size: 1GB}"
+    with pytest.raises(UnsupportedError, match="not installed"):
+        check_remote(policy(f"{{cpu: {{size: 1GB}}, {nvme}, {remote}}}"))
+    check_remote(BOTH)

@@ -211,3 +211,34 @@ def test_the_master_key_itself_is_refused_and_not_repeated() -> None:
     keyed = DISK.replace("path: /kv", f"path: /kv, master_key: '{secret}'")
     assert "found the key itself" in message(keyed)
     assert secret not in message(keyed)
+
+
+REMOTE = "remote: {backend: mooncake, master: 'kv:50051', size: 1TB}"
+
+
+def test_the_remote_tier_needs_a_disk_on_this_machine() -> None:
+    expected = "tiers.remote: set without tiers.nvme, expected both"
+    assert message(f"tiers: {{cpu: {{size: 1GB}}, {REMOTE}}}").startswith(expected)
+    remote = parse(f"{DISK[:-2]}, {REMOTE}}}").tiers.remote
+    assert remote is not None
+    assert (remote.metadata, remote.admin) == ("P2PHANDSHAKE", None)
+
+
+@pytest.mark.parametrize("master", ["kv", "kv:", ":50051", "kv:0", "kv:65536", "http://kv:1", "5"])
+def test_a_master_without_a_machine_or_port_is_refused(master: str) -> None:
+    remote = f"remote: {{backend: mooncake, master: '{master}', size: 1TB}}"
+    said = message(f"{DISK[:-2]}, {remote}}}")
+    assert said.startswith(f"tiers.remote.master: found '{master}', expected a machine and a port")
+
+
+def test_a_reserve_in_the_remote_tier_fits_its_quota_and_the_tier() -> None:
+    tiers = f"{DISK[:-2]}, {REMOTE}}}\n"
+    tenants = "tenants: {a: {reserve: {remote: 2TB}}}"
+    assert "200%" in message(f"{tiers}{tenants}")
+    tenants = "tenants: {a: {reserve: {remote: 20GB}, quota: {remote: 10GB}}}"
+    assert message(f"{tiers}{tenants}").startswith("tenants.a.reserve.remote: found")
+
+
+def test_pages_of_the_remote_tier_live_as_long_as_on_the_disk_unless_said() -> None:
+    tenants = parse("defaults: {ttl: {nvme: 3d}}\ntenants: {a: {}, b: {ttl: {remote: 1d}}}").tenants
+    assert (tenants[TenantId("a")].ttl.remote, tenants[TenantId("b")].ttl.remote) == (None, 86400)
