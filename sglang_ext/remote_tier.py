@@ -80,8 +80,8 @@ class RemoteShare:
         caps = Caps(
             total_bytes=self.total_bytes,
             limits=limits_in_bytes(self._book, self.bytes_per_token),
-            # Who is no longer in the policy file gives first.
-            default=Limit(quota_bytes=0),
+            # Whom this policy does not name may be another engine's: an equal share.
+            default=Limit(),
         )
         self._store.set_caps(caps)
 
@@ -90,8 +90,16 @@ class RemoteShare:
         return self._book.limits(owner)
 
     def held_bytes(self) -> Mapping[Owner, int]:
-        """Return the bytes of each owner, as far as this server knows. O(owners)."""
-        return self._store.total_usage().owners
+        """Return the bytes of each of our owners, as far as this server knows. O(owners).
+
+        Those of other engines' tenants are nothing that this one shows.
+        """
+        held = self._store.total_usage().owners
+        return {owner: taken for owner, taken in held.items() if owner in self._copied}
+
+    def usage(self, owner: Owner) -> int:
+        """Return the bytes of one owner, as far as this server knows."""
+        return self._store.usage(owner)
 
     def counters(self) -> dict[str, int]:
         """Return what happened since the start, by name."""

@@ -149,7 +149,7 @@ class TenantStore:
         """Yield what ``owner`` holds, in tokens, and may hold, by tier."""
         yield Tier.NVME, self.held_bytes().get(owner, 0) // self.bytes_per_token, self.limits(owner)
         if self.remote is not None:
-            tokens = self.remote.held_bytes().get(owner, 0) // self.remote.bytes_per_token
+            tokens = self.remote.usage(owner) // self.remote.bytes_per_token
             yield Tier.REMOTE, tokens, self.remote.limits(owner)
 
     def expire(self, owner: Owner, before: float) -> int:
@@ -165,7 +165,7 @@ class TenantStore:
         here = {"nvme_bytes": self.held_bytes().get(owner, 0)}
         if self.remote is None:
             return here
-        return {**here, "remote_bytes": self.remote.held_bytes().get(owner, 0)}
+        return {**here, "remote_bytes": self.remote.usage(owner)}
 
     def delete_owner_below(self, owner: Owner) -> int | None:
         """Delete every page of ``owner`` on all machines; return the bytes freed, None without."""

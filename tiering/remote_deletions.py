@@ -75,14 +75,24 @@ class Deletions:
         self._notices.tell(owner, self._clock())
         return removed
 
-    def drop_other_form(self, names: Sequence[str], encrypted: Callable[[Owner], bool]) -> bool:
-        """Delete what owners have in clear that must be encrypted, and the other way round.
+    def drop_other_form(
+        self,
+        names: Sequence[str],
+        encrypted: Callable[[Owner], bool],
+        ours: Callable[[Owner], bool],
+    ) -> bool:
+        """Delete what our owners have in clear that must be encrypted, and the other way round.
 
-        Tells whether anything was deleted. Raises StoreSilent. O(names).
+        Other engines have other owners, of whom we do not know how they want it. Tells whether
+        anything was deleted. Raises StoreSilent. O(names).
         """
         there = set(names)
         holders = set() if self._keys is None else {page.owner for page in held_pages(names)}
-        wrong = [owner for owner in holders if encrypted(owner) != (key_name(owner) in there)]
+        wrong = [
+            owner
+            for owner in holders
+            if ours(owner) and encrypted(owner) != (key_name(owner) in there)
+        ]
         for owner in wrong:
             self._drop(owner)
         return bool(wrong)

@@ -336,7 +336,8 @@ class RemoteStore:
         names = self._objects.names()
         self.notices.read(names, self._clock())
         if not self._settled:
-            if self._deletions.drop_other_form(names, self.config.encrypted):
+            config = self.config
+            if self._deletions.drop_other_form(names, config.encrypted, config.copies):
                 names = self._objects.names()
             self._settled = True
         return names

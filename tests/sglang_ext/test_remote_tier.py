@@ -124,6 +124,9 @@ def test_the_books_show_the_whole_store_to_every_server(servers: Servers) -> Non
         assert rows[Tier.REMOTE] == len(TEXT)
         assert held_bytes(rig.cache)[A, Tier.REMOTE] > 0
         assert capacities(rig.cache)[Tier.REMOTE] > 0
+    policy = parse_policy("version: 1\ntenants: {b: {}}")
+    servers.second.cache.store.use(policy, servers.second.cache.store.book(policy))
+    assert (A, Tier.REMOTE) not in held_bytes(servers.second.cache), "another engine's tenant"
     (second,) = [tokens for tier, tokens, _ in servers.second.cache.store.rows(A) if tier == "nvme"]
     assert second == 0
 

@@ -104,6 +104,22 @@ def test_a_start_keeps_the_encrypted_pages_that_are_there(
     third.close()
 
 
+def test_an_engine_leaves_the_tenants_of_others_alone(
+    servers: list[Server], shelf: Shelf, tmp_path: Path
+) -> None:
+    """Its policy does not name them, so it does not know that theirs is to be encrypted."""
+    one = servers[0].storage
+    one.note_owner(keys_of(1), BOB)
+    one.batch_set_v1(keys_of(1), indices(0))
+    before = dict(shelf.objects)
+    other = make_storage(tmp_path / "other", make_pool(), extra=REMOTE)
+    other.copies = lambda owner: owner == ALICE
+    other.encrypt([])
+    assert other.remote is not None and other.remote.answers
+    assert shelf.objects == before
+    other.close()
+
+
 def test_a_dead_store_costs_nothing_of_what_the_disk_does(
     servers: list[Server], shelf: Shelf
 ) -> None:
