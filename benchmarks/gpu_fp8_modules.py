@@ -22,9 +22,18 @@ def lacking() -> str | None:
     """Return what this machine has not, None where modules can be compiled."""
     if importlib.util.find_spec("flashinfer") is None:
         return "FlashInfer cannot be imported"
-    wanted = ("nvcc", "c++", "ninja")
-    absent = [program for program in wanted if shutil.which(program) is None]
+    absent = [program for program in ("c++", "ninja") if shutil.which(program) is None]
+    absent += [] if cuda_home() else ["CUDA toolkit (nvcc and libcudart; CUDA_HOME)"]
     return f"there is no {', no '.join(absent)} here" if absent else None
+
+
+def cuda_home() -> Path | None:
+    """Return the folder of the CUDA toolkit; ``nvcc`` on the path may be a script elsewhere."""
+    nvcc = shutil.which("nvcc")
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    folders += [Path(nvcc).resolve().parents[1]] if nvcc else []
+    parts = ("bin/nvcc", "lib64/libcudart.so")
+    return next((one for one in folders if all((one / part).exists() for part in parts)), None)
 
 
 def build(module: str, folder: Path) -> Path:
@@ -41,8 +50,8 @@ def build(module: str, folder: Path) -> Path:
 
 def prepare(folder: Path) -> None:
     """Tell FlashInfer where to work and for which GPU, and stand in for the driver's library."""
-    nvcc = shutil.which("nvcc")
-    assert nvcc is not None, "ask lacking() first"
+    toolkit = cuda_home()
+    assert toolkit is not None, "ask lacking() first"
     stubs = folder / "stubs"
     stubs.mkdir(parents=True, exist_ok=True)
     command = ["c++", "-shared", "-xc", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o"]
@@ -51,7 +60,7 @@ def prepare(folder: Path) -> None:
         "FLASHINFER_WORKSPACE_BASE": str(folder),
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{stubs}",
-        "CUDA_HOME": os.environ.get("CUDA_HOME", str(Path(nvcc).resolve().parents[1])),
+        "CUDA_HOME": str(toolkit),
     }
 
 
