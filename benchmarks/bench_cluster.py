@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from mooncake_store import mooncake_store
 
 from engines import Engine, ask, demo_flags, engine
+from mooncake_store import mooncake_store
 from report import Report, arguments, spread
 from sglang_ext.gateway.machine import free_ports
 from sglang_ext.tenancy.keys import digest

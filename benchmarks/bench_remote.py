@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 from mooncake_store import mooncake_store
-
 from report import Report, arguments
 from sglang_ext.tiering.caps import Caps
 from sglang_ext.tiering.file_io import aligned_buffer
