@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,22 @@ class MooncakeObjects:
         return buffer
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Reply]:
-        sizes = [len(value) for value in values]
-        codes = self._connected().batch_put_from(list(names), _addresses(values), sizes)
-        return [_reply(code) for code in _answered(codes)]
+        once = dict(zip(names, values, strict=True))
+        sizes = [len(value) for value in once.values()]
+        codes = self._connected().batch_put_from([*once], _addresses(once.values()), sizes)
+        replies = dict(zip(once, _answered(codes), strict=True))
+        return [_reply(replies[name]) for name in names]
 
     def get(self, names: Sequence[str], targets: Sequence[memoryview]) -> list[int | Reply]:
-        sizes = [len(target) for target in targets]
-        codes = self._connected().batch_get_into(list(names), _addresses(targets), sizes)
-        return [code if code >= 0 else _reply(code) for code in _answered(codes)]
+        # Of a name that is given twice, Mooncake fills one target only.
+        once = dict(zip(names, targets, strict=True))
+        sizes = [len(target) for target in once.values()]
+        codes = self._connected().batch_get_into([*once], _addresses(once.values()), sizes)
+        found = dict(zip(once, _answered(codes), strict=True))
+        for name, target in zip(names, targets, strict=True):
+            if found[name] > 0 and target is not once[name]:
+                target[: found[name]] = once[name][: found[name]]
+        return [code if code >= 0 else _reply(code) for code in map(found.__getitem__, names)]
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         return [code == 1 for code in _answered(self._connected().batch_is_exist(list(names)))]
@@ -184,7 +192,7 @@ def _own_address(address: MooncakeAddress) -> str:
         raise StoreSilent(f"Mooncake master {address.master}: {error}") from error
 
 
-def _addresses(views: Sequence[memoryview]) -> list[int]:
+def _addresses(views: Iterable[memoryview]) -> list[int]:
     return [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views]
 
 

@@ -106,6 +106,10 @@ def test_the_client_answers_in_our_words(cluster: Cluster) -> None:
     found = objects.get(["a/1", "none", "a.2"], [buffer[:9], buffer[9:20], buffer[20:30]])
     assert found == [5, Reply.ABSENT, Reply.FAILED]
     assert bytes(buffer[:5]) == b"first"
+    assert objects.put(["b", "b"], [buffer[:5], buffer[:5]]) == [Reply.DONE] * 2
+    assert objects.get(["b", "a/1", "b"], [buffer[10:15], buffer[20:25], buffer[30:35]]) == [5] * 3
+    assert bytes(buffer[10:15]) == bytes(buffer[30:35]) == b"first"
+    assert objects.remove(["b"]) == 1
     assert objects.exist(["a/1", "none"]) == [True, False]
     assert sorted(objects.names()) == ["a.2", "a/1"]
     assert objects.remove(["none", "a.2"]) == 1
