@@ -175,7 +175,8 @@ def test_a_long_prompt_gives_way_between_two_steps_and_its_answer_stays_the_same
         long = asyncio.create_task(answers.ask("long", text, 8))
         while await asyncio.to_thread(count) == before:
             assert not long.done(), "it was over before anybody could come"
-        await answers.ask("short", unique_prompt("quiet", 20), 8)
+        # Decoding waits for the long prompt: with as many tokens both would end in one step.
+        await answers.ask("short", unique_prompt("quiet", 20), 2)
         return [await long, await answers.ask("cold", text, 8)]
 
     interrupted, undisturbed = asyncio.run(main())

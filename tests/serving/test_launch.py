@@ -65,7 +65,7 @@ def test_a_taken_port_is_refused(policy: Path) -> None:
     ("text", "words"),
     [
         ("version: 1\ntenants: {a: {api_kees: []}}", "tenants.a.api_kees"),
-        ("version: 1\ntiers: {remote: {}}", "not supported yet"),
+        ("version: 1\ntiers: {remote: {}}", "tiers.remote.backend"),
         ("version: [", "YAML"),
     ],
 )
