@@ -108,9 +108,11 @@ def test_both_ranks_take_the_same_decisions(two_ranks: ServerProcess) -> None:
     with ThreadPoolExecutor(CLIENTS + 1) as pool:
         probing = pool.submit(probe, two_ranks, over, alive)
         work = [pool.submit(live, two_ranks, end, seen, seed) for seed in range(CLIENTS)]
-        for job in work:
-            job.result()
-        over.set()
+        try:
+            for job in work:
+                job.result()
+        finally:
+            over.set()
         probing.result()
     assert set(alive) == {"200"}, alive
     lines = [line for line in two_ranks.lines if _CHECKED not in line]
