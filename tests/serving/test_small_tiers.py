@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,19 @@ import pytest
 from sglang_ext.tenancy.keys import digest
 from tests.serving.prompts import unique_prompt
 from tests.serving.server import Client, ServerProcess
-from tests.serving.tiered import LEAST, NVME_BYTES, Tiers, Told, ask, flood, story, wait
+from tests.serving.tiered import (
+    LEAST,
+    NVME_BYTES,
+    ROUNDING,
+    Tiers,
+    Told,
+    apart,
+    ask,
+    equal,
+    flood,
+    story,
+    wait,
+)
 from tests.tiering.stores import flip
 
 pytestmark = pytest.mark.serving
@@ -85,14 +97,6 @@ def chat(client: Client, user: str) -> dict[str, Any]:
     return usage
 
 
-def gap(first: Sequence[Told], second: Sequence[Told]) -> float:
-    """Return by how much the log probabilities of two runs differ at most.
-
-    A prompt computed in one piece rounds otherwise than one that continues a cached page.
-    """
-    return max(abs(one.logprob - two.logprob) for one, two in zip(first, second, strict=True))
-
-
 def cached(usage: dict[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
@@ -107,8 +111,8 @@ def test_what_is_only_on_disk_comes_back_into_a_host_pool_that_is_full(small: Sm
     flood(b, 500, 6)
     back = [ask(a, number) for number in numbers]
     assert all(told.sources["storage"] >= LEAST for told in back), back
-    assert [told.text for told in back] == [told.text for told in hbm]
-    assert gap(cold, back) <= 0.05
+    assert equal(back, hbm)
+    assert apart(cold, back) <= ROUNDING
     again = [ask(a, number) for number in numbers]
     assert all(told.cached >= LEAST for told in again)
 
@@ -190,7 +194,7 @@ def test_pages_that_cannot_be_read_are_computed_again(small: SmallHost) -> None:
     flood(a, 900, 6)
     flip_a_bit_in_every_page(small.pages)
     after = [ask(a, number) for number in (90, 91)]
-    assert gap(before, after) <= 0.05
+    assert apart(before, after) <= ROUNDING
     assert small.metric("store_events_total", event="corrupt") > 0
 
 

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ FLAGS = ("--max-total-tokens", "2000", "--mem-fraction-static", "0.3", "--sleep-
 NVME_BYTES = 400_000_000
 WORDS = ("apple", "river", "stone", "cloud", "tiger", "lamp", "ocean", "forest", "paper", "music")
 DEADLINE_S = 60
+ROUNDING = 0.25
+"""Two steps of bfloat16 between 16 and 32, where the logits of likely tokens lie; see `apart`."""
 LEAST = 400
 """Tokens of a story that surely fill whole pages."""
 
@@ -101,6 +103,24 @@ class Told:
     @property
     def cached(self) -> int:
         return sum(self.sources.values())
+
+
+def apart(first: Sequence[Told], second: Sequence[Told]) -> float:
+    """Return by how much the log probabilities of two runs differ at most.
+
+    A prompt that is computed in other pieces rounds otherwise, and so may another start, which
+    chooses anew how to multiply.
+    """
+    return max(abs(one.logprob - two.logprob) for one, two in zip(first, second, strict=True))
+
+
+def equal(first: Sequence[Told], second: Sequence[Told]) -> bool:
+    """Tell whether two runs of one process agree to the letter where they computed as much."""
+    return all(
+        one.text == two.text
+        for one, two in zip(first, second, strict=True)
+        if one.cached == two.cached
+    )
 
 
 def ask(client: Client, number: int) -> Told:

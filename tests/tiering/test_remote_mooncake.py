@@ -55,7 +55,7 @@ def test_a_frozen_master_is_waited_for_no_longer_than_the_deadline(
     assert all(put(store, REFS))
     os.kill(cluster.master.pid, signal.SIGSTOP)
     assert get(store, REFS, timeout_s=0.2) == [False] * 6
-    assert not store.answers
+    await_that(lambda: not store.answers)
     os.kill(cluster.master.pid, signal.SIGCONT)
     await_that(lambda: store.answers and all(get(store, REFS)))
 
