@@ -25,6 +25,7 @@ from sglang_ext.tiering.file_io import FileIO
 from sglang_ext.tiering.index_db import IndexDb, IndexWriter
 from sglang_ext.tiering.page_format import Fingerprint
 from sglang_ext.tiering.page_index import PageIndex
+from sglang_ext.tiering.page_store import PageStore
 from sglang_ext.tiering.recovery import Recovery, identity, lock_folder
 from sglang_ext.tiering.slabs import Slabs
 from sglang_ext.tiering.space import Space
@@ -70,7 +71,7 @@ class Usage(NamedTuple):
         return sum(self.owners.values()) + self.idle
 
 
-class NvmeStore:
+class NvmeStore(PageStore):
     """A folder of pages for one engine process. Thread-safe. Only opening raises."""
 
     def __init__(
@@ -160,12 +161,6 @@ class NvmeStore:
                 not self._closed and name is not None and find(ref.owner, name) is not None
                 for ref, name in zip(refs, names, strict=True)
             ]
-
-    def find_owner(self, key: bytes, candidates: Iterable[Owner]) -> Owner | None:
-        """Return the first of ``candidates`` that holds a page called ``key``."""
-        refs = [PageRef(owner, key) for owner in candidates]
-        found = zip(refs, self.contains_batch(refs), strict=True)
-        return next((ref.owner for ref, there in found if there), None)
 
     def owners(self) -> list[Owner]:
         """Return the owners that hold a page."""

@@ -29,7 +29,11 @@ class PageStore(Protocol):
 
     def contains_batch(self, refs: Sequence[PageRef]) -> list[bool]: ...
 
-    def find_owner(self, key: bytes, candidates: Iterable[Owner]) -> Owner | None: ...
+    def find_owner(self, key: bytes, candidates: Iterable[Owner]) -> Owner | None:
+        """Return the first of ``candidates`` that holds a page called ``key``."""
+        refs = [PageRef(owner, key) for owner in candidates]
+        found = zip(refs, self.contains_batch(refs), strict=True)
+        return next((ref.owner for ref, there in found if there), None)
 
     def owners(self) -> list[Owner]: ...
 

@@ -11,7 +11,7 @@ for a while, and the store is used again as soon as it answers.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.tiering.caps import Caps, VictimOrder, furthest_above_share
@@ -19,6 +19,7 @@ from sglang_ext.tiering.codec import PageCodec
 from sglang_ext.tiering.counters import Counters
 from sglang_ext.tiering.nvme_store import Usage
 from sglang_ext.tiering.page_format import HEADER_BYTES, Fingerprint, Reject
+from sglang_ext.tiering.page_store import PageStore
 from sglang_ext.tiering.remote_deletions import Deletions
 from sglang_ext.tiering.remote_holdings import Holdings
 from sglang_ext.tiering.remote_keys import SharedKeys
@@ -65,7 +66,7 @@ class RemoteConfig:
         return HEADER_BYTES + self.page_bytes
 
 
-class RemoteStore:
+class RemoteStore(PageStore):
     """One rank's view of the shared store. Thread-safe; no method raises because of the store."""
 
     def __init__(
@@ -193,12 +194,6 @@ class RemoteStore:
         for piece, found in zip(pieces, self._there(pieces), strict=False):
             results[piece.place] = found
         return results
-
-    def find_owner(self, key: bytes, candidates: Iterable[Owner]) -> Owner | None:
-        """Return the first of ``candidates`` that holds a page called ``key``."""
-        refs = [PageRef(owner, key) for owner in candidates]
-        found = zip(refs, self.contains_batch(refs), strict=True)
-        return next((ref.owner for ref, there in found if there), None)
 
     def owners(self) -> list[Owner]:
         """Return the owners that hold a page of any model, as far as is known here."""
