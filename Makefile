@@ -53,11 +53,7 @@ test: lint types tools ## All checks and all tests
 
 bench: $(STAMP) ## The short version of every benchmark, its results and the tables of docs/benchmarks.md
 	@command -v fio >/dev/null || echo "== no fio: bench_tiers.py checks no bar (apt-get install fio)"
-	for script in benchmarks/bench_*.py; do \
-		timeout --signal=INT 300 $(PYTHON) $$script --quick || echo "== $$script: a bar does not hold, or it did not run"; done
-	timeout --signal=INT 900 $(PYTHON) -m benchmarks.rag_chat --quick --fresh --cells build/rag_chat.quick.jsonl || true
-	$(PYTHON) -m benchmarks.plan --quick --cells build/rag_chat.quick.jsonl $(if $(TRACE),--trace $(TRACE)) || true
-	$(PYTHON) -m benchmarks.tables
+	$(PYTHON) -m benchmarks.short $(if $(TRACE),--trace $(TRACE)) $(if $(DATA),--data $(DATA))
 
 bench-quick: $(STAMP) ## Every benchmark, under a minute each, results into build/
 	@command -v fio >/dev/null || echo "== no fio: bench_tiers.py checks no bar (apt-get install fio)"

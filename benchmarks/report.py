@@ -94,7 +94,8 @@ class Report:
     def finish(self, path: Path) -> int:
         """Write the JSON file, print the tables and return the exit status."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self._document(), indent=2) + "\n", encoding="utf-8")
+        document = self._document() | _replaces(path)
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         return self.show()
 
     def show(self) -> int:
@@ -109,6 +110,7 @@ class Report:
         return {
             "command": _command(),
             "commit": _commit(),
+            "short": _is_short(sys.argv),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": _machine(),
             "versions": _versions(),
@@ -149,6 +151,22 @@ def _command() -> str:
     program = script if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     given = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return " ".join(["python", program, *given])
+
+
+def _is_short(words: Sequence[str]) -> bool:
+    return "--quick" in words
+
+
+def _replaces(path: Path) -> dict[str, Any]:
+    """Return what a short result says of the full one whose place it takes."""
+    if not _is_short(sys.argv) or not path.exists():
+        return {}
+    before = json.loads(path.read_text("utf-8"))
+    if before.get("short") or _is_short(before["command"].split()):
+        return {name: before[name] for name in ("replaces full",) if name in before}
+    told = {name: before[name] for name in ("command", "commit", "date")}
+    print(f"{path.name}: a short result in place of the full one of {told['commit']}", flush=True)
+    return {"replaces full": told}
 
 
 def _commit() -> str:

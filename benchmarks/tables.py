@@ -79,7 +79,9 @@ def _bars(results: Path) -> str:
     for path in sorted(results.glob("bench_*.json")):
         found = json.loads(path.read_text("utf-8"))
         for bar in found.get("bars", []):
-            where = f"`{found['command']}`, {found['date'][:10]}, {found['commit']}"
+            where = (
+                f"`{found['command']}`, {found['date'][:10]}, {found['commit']}{_short_one(found)}"
+            )
             lines.append((bar["name"], _short(bar["value"]), _bound(bar), where))
     return _table(("bar", "value", "bound", "command, date, commit"), lines)
 
@@ -92,7 +94,14 @@ def _bound(bar: Mapping[str, Any]) -> str:
 def _origin(found: Mapping[str, Any]) -> str:
     machine = found["machine"]
     where = f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB"
-    return f"\n`{found['command']}`, {found['date'][:10]}, commit {found['commit']}, {where}.\n"
+    made = f"{found['date'][:10]}, commit {found['commit']}, {where}{_short_one(found)}"
+    return f"\n`{found['command']}`, {made}.\n"
+
+
+def _short_one(found: Mapping[str, Any]) -> str:
+    """Return what is to be said of a short run that took the place of a full one."""
+    full = found.get("replaces full")
+    return "" if full is None else f"; short, in place of the full run of {full['commit']}"
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
