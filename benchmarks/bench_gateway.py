@@ -1,10 +1,12 @@
 """What the gateway adds: the same requests to an engine directly and through it, in turns.
 
 The engine is a server of a few lines that answers at once, in a process of its own, so that nothing
-but the way is measured: key, routing, two more passes through a socket. A short answer, a prompt of
-100 kB, and a stream of events; connections are kept, as clients do.
+but the way is measured: key, routing by the beginning of the text, two more passes through a
+socket. A short answer, a prompt of 100 kB (new each time, and one that the gateway has seen), and a
+stream of events; connections are kept, as clients do.
 """
 
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -27,8 +29,12 @@ _BAR_S = 0.0015
 _KINDS: dict[str, tuple[str, int]] = {
     "short": ("/generate", 200),
     "long prompt": ("/generate", 100_000),
+    "long prompt, seen before": ("/generate", 100_000),
     "stream": ("/v1/completions", 200),
 }
+
+
+_NUMBERS = itertools.count()
 
 
 class _Times(NamedTuple):
@@ -68,10 +74,12 @@ async def _gateway(port: int, engine_port: int) -> None:
     import uvicorn
 
     from sglang_ext.gateway.app import Gateway
+    from sglang_ext.gateway.draining import Drainer
     from sglang_ext.gateway.fan_out import FanOut
     from sglang_ext.gateway.life import Life, State
     from sglang_ext.gateway.own_routes import own_app
     from sglang_ext.gateway.plan import EngineSpec
+    from sglang_ext.gateway.prefix_index import PrefixIndex
     from sglang_ext.gateway.relay import Relay, new_session
     from sglang_ext.gateway.routing import Routing
     from sglang_ext.gateway.serve import UVICORN
@@ -79,14 +87,18 @@ async def _gateway(port: int, engine_port: int) -> None:
     from sglang_ext.tenancy.auth import Callers, TenantAuth
     from sglang_ext.tenancy.loader import build_policy
 
-    spec = EngineSpec("shared", None, 0, 1)
-    engine = Engine(spec, f"http://127.0.0.1:{engine_port}", Life(State.READY))
+    # Twice the same engine: where one has to be chosen, texts are looked into.
+    specs = [EngineSpec(f"shared-{place}", None, place, 2) for place in range(2)]
+    url = f"http://127.0.0.1:{engine_port}"
+    engines = {spec.name: Engine(spec, url, Life(State.READY)) for spec in specs}
     tenants = {"a": {"api_keys": [digest("key-a")]}}
     policy = build_policy({"version": 1, "tenants": tenants})
     async with new_session() as session:
-        fan_out, routing = FanOut(session, "secret"), Routing([spec])
-        own = own_app([engine], routing, fan_out, lambda one: None)
-        gateway = Gateway({"shared": engine}, routing, Relay(session, "secret"), fan_out, own)
+        fan_out, routing, index = FanOut(session, "secret"), Routing(specs), PrefixIndex()
+        relay = Relay(session, "secret")
+        drainer = Drainer(fan_out, relay.in_flight, lambda one: [], lambda one: False)
+        own = own_app(list(engines.values()), routing, fan_out, drainer, index)
+        gateway = Gateway(engines, routing, relay, fan_out, own, index)
         app = TenantAuth(gateway, Callers(policy), lambda key: False)
         await uvicorn.Server(uvicorn.Config(app, port=port, **UVICORN)).serve()
 
@@ -126,7 +138,8 @@ def _wait(url: str) -> None:
 def _seconds(client: httpx.Client, url: str, kind: str) -> _Times:
     """Send one request."""
     path, size = _KINDS[kind]
-    body = json.dumps({"text": "a" * size}).encode()
+    text = "a" * size if "seen" in kind else f"{next(_NUMBERS)} " + "a" * size
+    body = json.dumps({"text": text}).encode()
     headers = {"authorization": "Bearer key-a", "content-type": "application/json"}
     start, first = time.perf_counter(), 0.0
     with client.stream("POST", url + path, content=body, headers=headers) as answer:

@@ -6,6 +6,7 @@ SglangExtError                 catch this one
 ├── HookError                  a hook on SGLang that did not apply; the server must not start
 ├── DemoModelError             the demo model could not be fetched or converted
 ├── FolderError                there is no folder to keep files in
+├── NodesError                 the file of nodes, or the secret that they share, cannot be used
 ├── PlanError                  a model, trace or cluster that cannot be planned with
 ├── ScalesError                a file of FP8 scales that cannot be made, read or used
 ├── ServerError                a running server did not answer, or refused to
@@ -21,6 +22,7 @@ __all__ = [
     "FolderError",
     "HookError",
     "KeyRingError",
+    "NodesError",
     "PlanError",
     "PolicyError",
     "ScalesError",
@@ -59,6 +61,10 @@ class HookError(SglangExtError):
 
 class FolderError(SglangExtError):
     """There is no folder to keep files in."""
+
+
+class NodesError(SglangExtError):
+    """The file that names other machines, or the secret that they share, cannot be used."""
 
 
 class PlanError(SglangExtError):

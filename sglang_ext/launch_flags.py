@@ -56,12 +56,36 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         default=1,
         metavar="N",
-        help="replicas of the engine that serves the tenants without one of their own",
+        help="replicas of the engine that serves the tenants without one of their own; "
+        "0 is possible with --nodes",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of replicas on other machines, and of the secret that they share",
+    )
+    parser.add_argument(
+        "--gateway-secret",
+        type=Path,
+        metavar="FILE",
+        help="be such a replica: answer only the gateway that has this secret",
     )
     own, flags = parser.parse_known_args(argv)
-    if own.engines < 1:
-        parser.error("argument --engines: expected a number from 1 on")
+    _check_engines(parser, own)
     return own, flags
+
+
+def _check_engines(parser: argparse.ArgumentParser, own: argparse.Namespace) -> None:
+    """End with a message where the options about engines do not go together."""
+    if own.engines < 1 and own.nodes is None:
+        parser.error("argument --engines: expected a number from 1 on")
+    if own.engines < 0:
+        parser.error("argument --engines: expected a number from 0 on")
+    if own.gateway_secret is not None and (own.nodes is not None or own.engines != 1):
+        parser.error(
+            "argument --gateway-secret: a node is one engine; leave --engines, --nodes out"
+        )
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:

@@ -1,10 +1,14 @@
 """The gateway as an ASGI application: some questions it answers itself, all else an engine does."""
 
+import secrets
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from sglang_ext.errors import ServerError
+from sglang_ext.gateway.early import Early
 from sglang_ext.gateway.fan_out import FanOut
+from sglang_ext.gateway.prefix_index import PrefixIndex
+from sglang_ext.gateway.prompt import BLOCK_BYTES, MOST_BYTES, PROMPTED, chain_of
 from sglang_ext.gateway.relay import Receive, Relay, Send
 from sglang_ext.gateway.routing import Routing
 from sglang_ext.gateway.supervisor import Engine
@@ -32,13 +36,16 @@ class Gateway:
         relay: Relay,
         fan_out: FanOut,
         own: App,
+        index: PrefixIndex,
     ) -> None:
-        """``own``: the application with the gateway's own routes."""
+        """``own``: the application with the gateway's own routes; ``index``: what was sent."""
         self._engines = engines
         self._routing = routing
         self._relay = relay
         self._fan_out = fan_out
         self._own = own
+        self._index = index
+        self._key = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -57,31 +64,59 @@ class Gateway:
             dict(scope["headers"]),
             current_identity.get(),
         )
-        engines = self._found(target)
+        names = ", ".join(self._engines)
         if target.changes_one and len(self._engines) > 1:
-            names = ", ".join(self._engines)
             message = f"This changes one engine of several: name it in X-Engine ({names})."
             await _refuse(scope, send, 400, message)
-        elif not engines:
-            names = ", ".join(self._engines)
+        elif target.engine is not None and target.engine not in self._engines:
             await _refuse(scope, send, 400, f"X-Engine: expected one of {names}.")
-        elif target.every and len(engines) > 1:
-            await self._ask_all(engines, scope, receive, send)
+        elif target.every and len(self._asked(target)) > 1:
+            await self._ask_all(self._asked(target), scope, receive, send)
         else:
-            await self._relay(engines, scope, receive, send)
+            await self._ask_one(target, scope, receive, send)
 
-    def _found(self, target: Target) -> Sequence[Engine]:
-        """Return the engines of a target, best first."""
+    def _asked(self, target: Target) -> Sequence[Engine]:
+        """Return who answers together; one that is out of service and off has nothing to say."""
         routing = self._routing
+        names = routing.names if target.tenant is None else routing.engines_of(target.tenant)
+        engines = [self._engines[name] for name in names]
+        return [engine for engine in engines if engine.drain is None or engine.is_ready]
+
+    async def _ask_one(self, target: Target, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the best engine answer, chosen when the request is there and not before."""
+        early = Early(receive)
+        await early.begin()
+        chain = await self._chain(target, scope, early)
+        owner = current_identity.get().owner
+        await self._relay(
+            self._best_first(target, chain),
+            *(scope, early.receive, send),
+            on_sent=lambda engine: self._index.learn(owner, chain, engine),
+        )
+
+    async def _chain(self, target: Target, scope: Scope, early: Early) -> Sequence[bytes]:
+        """Return the blocks of a request's text where it matters who has them."""
+        several = target.tenant is not None and len(self._routing.engines_of(target.tenant)) > 1
+        if not several or scope["method"] != "POST" or scope["path"] not in PROMPTED:
+            return ()
+        body = await early.body(MOST_BYTES)
+        return chain_of(current_identity.get(), body, self._key) if body else ()
+
+    def _best_first(self, target: Target, chain: Sequence[bytes]) -> Sequence[Engine]:
         if target.engine is not None:
-            names: Sequence[str] = [target.engine] if target.engine in self._engines else []
-        elif target.tenant is None:
-            names = routing.names if target.every else [routing.default]
-        elif target.every:
-            names = routing.engines_of(target.tenant)
-        else:
-            names = routing.order(target.tenant, target.session, self._relay.in_flight)
-        return [self._engines[name] for name in names]
+            return [self._engines[target.engine]]
+        routing, tenant = self._routing, target.tenant
+        if tenant is None:
+            # What belongs to nobody is the first one's.
+            return self._in_service(routing.names)[:1]
+        blocks = self._index.matched(current_identity.get().owner, chain, routing.names)
+        warm = {name: count * BLOCK_BYTES for name, count in blocks.items()}
+        in_flight = self._relay.in_flight
+        return self._in_service(routing.order(tenant, target.session, in_flight, warm))
+
+    def _in_service(self, names: Sequence[str]) -> list[Engine]:
+        engines = (self._engines[name] for name in names)
+        return [engine for engine in engines if engine.drain is None]
 
     async def _ask_all(
         self, engines: Sequence[Engine], scope: Scope, receive: Receive, send: Send

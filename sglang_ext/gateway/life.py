@@ -1,9 +1,10 @@
 """The life of one engine: started, ready, ended, started again after a while. Times are given."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
-__all__ = ["Life", "State"]
+__all__ = ["Drain", "DrainState", "Life", "State"]
 
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
@@ -21,6 +22,8 @@ class State(StrEnum):
     FAILED = "failed"
     """It ended before it ever served: no retry would change that."""
     STOPPED = "stopped"
+    AWAY = "away"
+    """An engine of another machine that does not answer, or not as it should."""
 
 
 @dataclass
@@ -62,6 +65,31 @@ class Life:
         self.again_at = now + self._delay
         self._delay = min(2 * self._delay, _LONGEST_DELAY_S)
 
+    def away(self) -> None:
+        """It does not answer, and is not ours to start."""
+        self.state = State.AWAY
+
     def stopped(self) -> None:
         """Nothing starts it again."""
         self.state = State.STOPPED
+
+
+class DrainState(StrEnum):
+    """How far it is."""
+
+    DRAINING = "draining"
+    DRAINED = "drained"
+
+
+@dataclass
+class Drain:
+    """``sessions``: conversations that it had; ``moved``: of these, all that only they use."""
+
+    state: DrainState = DrainState.DRAINING
+    sessions: int = 0
+    moved: int = 0
+    note: str | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Return it as plain data, for the operator."""
+        return asdict(self)

@@ -11,15 +11,17 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 
 from sglang_ext.errors import ServerError
+from sglang_ext.gateway.draining import Drainer
+from sglang_ext.gateway.engine_routes import engine_routes
 from sglang_ext.gateway.fan_out import FanOut, passed_on, together
 from sglang_ext.gateway.merge import merged_metrics
+from sglang_ext.gateway.prefix_index import PrefixIndex
 from sglang_ext.gateway.routing import Routing
 from sglang_ext.gateway.supervisor import Engine
 from sglang_ext.observe.catalog import PREFIX
-from sglang_ext.tenancy.identity import current_identity
+from sglang_ext.tenancy.identity import Identity, current_identity
 from sglang_ext.types import TenantId
 
 __all__ = ["own_app"]
@@ -29,32 +31,22 @@ _SCRAPE_S = 5.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class EngineRow(BaseModel):
-    """One engine, as its supervisor sees it."""
-
-    engine: str
-    state: str
-    pid: int | None
-    restarts: int
-    gpus: list[int]
-    dedicated_to: str | None
-
-
-class EngineRows(BaseModel):
-    """All engines behind the gateway."""
-
-    engines: list[EngineRow]
-
-
 def own_app(
-    engines: Sequence[Engine], routing: Routing, fan_out: FanOut, note: Callable[[Engine], None]
+    engines: Sequence[Engine],
+    routing: Routing,
+    fan_out: FanOut,
+    drainer: Drainer,
+    index: PrefixIndex,
+    note: Callable[[Engine], None] = lambda engine: None,
 ) -> FastAPI:
     """Return an application with these routes. ``note`` is called for each engine at a scrape."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, _refusal)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.include_router(_health_routes(engines))
-    app.include_router(_operator_routes(engines, routing, fan_out, note))
+    app.include_router(engine_routes(engines, drainer))
+    app.include_router(_metrics_routes(engines, fan_out, note))
+    app.include_router(_flush_routes(engines, routing, fan_out, index))
     return app
 
 
@@ -63,14 +55,14 @@ def _health_routes(engines: Sequence[Engine]) -> APIRouter:
 
     def state(needed: int) -> Response:
         """Say how many serve, and not which: the route needs no key."""
-        ready = sum(engine.is_ready for engine in engines)
+        ready = sum(engine.takes_requests for engine in engines)
         body = {"engines": len(engines), "ready": ready}
         return JSONResponse(body, status_code=200 if ready >= needed else 503)
 
     @router.get("/ready")
     async def ready() -> Response:
-        """Whether every engine serves."""
-        return state(len(engines))
+        """Whether every engine serves that was not taken out of service."""
+        return state(sum(engine.drain is None for engine in engines))
 
     @router.get("/ping")
     @router.get("/health")
@@ -82,16 +74,10 @@ def _health_routes(engines: Sequence[Engine]) -> APIRouter:
     return router
 
 
-def _operator_routes(
-    engines: Sequence[Engine], routing: Routing, fan_out: FanOut, note: Callable[[Engine], None]
+def _metrics_routes(
+    engines: Sequence[Engine], fan_out: FanOut, note: Callable[[Engine], None]
 ) -> APIRouter:
     router = APIRouter()
-    by_name = {engine.spec.name: engine for engine in engines}
-
-    @router.get("/ext/v1/engines")
-    async def list_engines() -> EngineRows:
-        """Return every engine with its state."""
-        return EngineRows(engines=[EngineRow(**engine.row()) for engine in engines])
 
     @router.get("/metrics")
     @router.get("/metrics/")
@@ -104,10 +90,20 @@ def _operator_routes(
         text = merged_metrics([(_GATEWAY, _own_metrics()), *found])
         return Response(text, media_type=_METRICS_TYPE)
 
+    return router
+
+
+def _flush_routes(
+    engines: Sequence[Engine], routing: Routing, fan_out: FanOut, index: PrefixIndex
+) -> APIRouter:
+    router = APIRouter()
+    by_name = {engine.spec.name: engine for engine in engines}
+
     @router.post("/ext/v1/flush")
     async def flush(body: dict[str, Any], request: Request) -> Response:
         """Flush where the tenant is served, or everywhere; a tenant's key only what is its own."""
         caller = current_identity.get()
+        _forget(index, caller)
         tenant = caller.tenant if caller.id_prefix else body.get("tenant")
         named = isinstance(tenant, str)
         names = routing.engines_of(TenantId(str(tenant))) if named else routing.names
@@ -125,6 +121,14 @@ def _operator_routes(
         return Response(answer.body, answer.status, media_type=answer.content_type)
 
     return router
+
+
+def _forget(index: PrefixIndex, caller: Identity) -> None:
+    """Forget what was sent for who flushes; whatever comes of the flush, that costs warmth only."""
+    if caller.id_prefix:
+        index.forget_owner(caller.owner)
+    else:
+        index.clear()
 
 
 async def _metrics_of(engine: Engine, fan_out: FanOut) -> tuple[str, str] | None:

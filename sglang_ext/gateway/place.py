@@ -1,7 +1,8 @@
 """What an engine knows of its gateway: its own name, its part of the machine, and a secret.
 
 The gateway hands it over in one environment variable. An engine ends with its gateway, however
-that ends, and takes no request that did not come through it.
+that ends, and takes no request that did not come through it. An engine of another machine has the
+secret from a file, and lives on without its gateway.
 """
 
 import ctypes
@@ -14,7 +15,15 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["PLACE_VARIABLE", "SECRET_HEADER", "OnlyGateway", "Place", "live_with", "own_place"]
+__all__ = [
+    "PLACE_VARIABLE",
+    "SECRET_HEADER",
+    "OnlyGateway",
+    "Place",
+    "live_with",
+    "node_place",
+    "own_place",
+]
 
 PLACE_VARIABLE = "SGLANG_EXT_ENGINE"
 SECRET_HEADER = b"x-sglang-ext-gateway"
@@ -31,7 +40,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Place:
-    """An engine's place: ``index`` of ``count`` engines of the gateway with process id ``pid``."""
+    """An engine's place: ``index`` of ``count`` engines of the gateway with process id ``pid``.
+
+    No id: the gateway is on another machine.
+    """
 
     name: str
     index: int
@@ -52,6 +64,11 @@ def own_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Return this process's place, or None for a server that no gateway started."""
     text = environment.get(PLACE_VARIABLE)
     return None if text is None else Place(**json.loads(text))
+
+
+def node_place(secret: str) -> Place:
+    """Return the place of the one engine of a machine, whose gateway is elsewhere."""
+    return Place("node", 0, 1, 0, secret)
 
 
 def live_with(pid: int) -> None:

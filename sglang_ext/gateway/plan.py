@@ -21,7 +21,10 @@ SHARED = "shared"
 """Name of the engine of the shared tenants; of several replicas, the beginning of their names."""
 
 _OWN_FLAGS = frozenset(
-    {"--tenant-policy", "--host", "--port", "--usage-db", "--audit-log", "--engines", "--config"}
+    {
+        *("--tenant-policy", "--host", "--port", "--usage-db", "--audit-log", "--engines"),
+        *("--config", "--nodes", "--gateway-secret"),
+    }
 )
 
 
@@ -30,7 +33,8 @@ class EngineSpec:
     """One engine to run.
 
     ``tenant``: whose own engine it is, None for a replica of the shared one. ``index`` of ``count``
-    says which part of the machine is its own where there are no ``gpus`` to divide.
+    says which part of the machine is its own where there are no ``gpus`` to divide. ``url``: where
+    an engine of another machine listens; empty for one that is started here.
     """
 
     name: str
@@ -39,21 +43,26 @@ class EngineSpec:
     count: int
     gpus: tuple[int, ...] = ()
     flags: tuple[str, ...] = ()
+    url: str = ""
 
 
 def needs_engines(policy: Policy, replicas: int) -> bool:
-    """Tell whether one engine is not enough."""
-    return replicas > 1 or bool(_dedicated(policy))
+    """Tell whether one engine of this machine is not enough."""
+    return replicas != 1 or bool(_dedicated(policy))
 
 
-def plan_engines(policy: Policy, replicas: int, gpus: Sequence[int]) -> tuple[EngineSpec, ...]:
+def plan_engines(
+    policy: Policy, replicas: int, gpus: Sequence[int], nodes: Mapping[str, str] | None = None
+) -> tuple[EngineSpec, ...]:
     """Return the engines, the shared ones first. ``gpus``: of this machine, empty for none.
 
-    Raises SglangExtError where the machine or the names do not allow it.
+    ``nodes``: replicas on other machines, by name where they listen. Raises SglangExtError where
+    the machine or the names do not allow it.
     """
+    nodes = nodes or {}
     dedicated = _dedicated(policy)
     shared = _shared_names(policy, replicas)
-    _check_names(dedicated, shared)
+    _check_names(dedicated, [*shared, *nodes])
     shares = _shares(policy, dedicated, len(shared), gpus)
     count = len(shared) + len(dedicated)
     replicated = [
@@ -71,7 +80,8 @@ def plan_engines(policy: Policy, replicas: int, gpus: Sequence[int]) -> tuple[En
         )
         for index, tenant in enumerate(dedicated, len(shared))
     ]
-    return (*replicated, *own)
+    away = [EngineSpec(name, None, 0, 1, url=url) for name, url in nodes.items()]
+    return (*replicated, *away, *own)
 
 
 def narrowed(policy: Policy, spec: EngineSpec, specs: Sequence[EngineSpec]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Stands where a server with one engine asks its schedulers, so that ``live_policy`` and its routes
 are the same for both. An engine that ends in the middle of a change finds the new policy in its
-file when it starts again.
+file when it starts again; one of another machine is told when it comes back (see ``joining``).
 """
 
 import asyncio
@@ -13,13 +13,15 @@ from typing import Any
 
 from sglang_ext.errors import ServerError
 from sglang_ext.gateway.fan_out import FanOut
+from sglang_ext.gateway.joining import document_for
 from sglang_ext.gateway.merge import merged
-from sglang_ext.gateway.plan import narrowed
 from sglang_ext.gateway.policy_steps import STEP_ROUTE
 from sglang_ext.gateway.supervisor import Engine
 from sglang_ext.leavers import Leaving
+from sglang_ext.tenancy.changes import gone_owners
 from sglang_ext.tenancy.loader import build_policy
 from sglang_ext.tenancy.policy import Policy
+from sglang_ext.types import Owner
 
 __all__ = ["PolicyLink"]
 
@@ -28,7 +30,8 @@ class PolicyLink:
     """Asks engines instead of schedulers, and sees tenants out of all of them.
 
     ``write`` puts a document into the file that an engine starts with; ``restart`` ends an engine
-    that did not take what it had agreed to, so that it starts with that file.
+    that did not take what it had agreed to, so that it starts with that file; ``forget`` drops what
+    the gateway itself knows of an owner that is gone.
     """
 
     def __init__(
@@ -37,12 +40,15 @@ class PolicyLink:
         fan_out: FanOut,
         write: Callable[[Engine, Mapping[str, Any]], None],
         restart: Callable[[Engine], None],
+        forget: Callable[[Owner], None],
     ) -> None:
         self._engines = engines
         self._fan_out = fan_out
         self._write = write
         self._restart = restart
+        self._forget = forget
         self._documents: dict[str, dict[str, Any]] = {}
+        self._told: list[Engine] = []
 
     async def ask(self, name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Run ``policy_check`` or ``policy_apply`` in every engine.
@@ -56,6 +62,8 @@ class PolicyLink:
 
     async def remove(self, old: Policy, new: Policy, leaving: Leaving) -> dict[str, Any]:
         """See out of every engine who is no longer in the policy; say how much, by tier."""
+        for owner in gone_owners(old, new):
+            self._forget(owner)
         step = {"step": "remove", "requests": leaving.requests, "seconds": leaving.seconds}
         answers = await asyncio.gather(
             *(self._step(engine, step) for engine in self._engines), return_exceptions=True
@@ -68,12 +76,13 @@ class PolicyLink:
     async def _check(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._documents = await asyncio.to_thread(self._narrowed, document)
         for engine in self._engines:
-            if not engine.is_ready:
+            if not engine.is_ready and not engine.spec.url:
                 name = engine.spec.name
                 raise ValueError(f"engine {name} is not running now; nothing was changed")
+        self._told = [engine for engine in self._engines if engine.is_ready]
         checked = (
             self._step(engine, {"step": "check", "document": self._documents[engine.spec.name]})
-            for engine in self._engines
+            for engine in self._told
         )
         try:
             return list(await asyncio.gather(*checked))
@@ -82,13 +91,15 @@ class PolicyLink:
 
     def _narrowed(self, document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         policy = build_policy(document)
-        specs = [engine.spec for engine in self._engines]
-        return {spec.name: narrowed(policy, spec, specs) for spec in specs}
+        return {
+            engine.spec.name: document_for(engine, policy, self._engines)
+            for engine in self._engines
+        }
 
     async def _apply(self) -> list[dict[str, Any]]:
         for engine in self._engines:
             await asyncio.to_thread(self._write, engine, self._documents[engine.spec.name])
-        return list(await asyncio.gather(*(self._applied(one) for one in self._engines)))
+        return list(await asyncio.gather(*(self._applied(one) for one in self._told)))
 
     async def _applied(self, engine: Engine) -> dict[str, Any]:
         try:

@@ -5,9 +5,11 @@
     remove   requests, sessions and pages of who is gone
 
 The gateway changes all engines or none, so it needs the steps apart. Only it can call this route.
+A question to it says who this is, for a gateway that did not start this engine.
 """
 
 import asyncio
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -24,9 +26,12 @@ from sglang_ext.tenancy.document import version_of
 from sglang_ext.tenancy.loader import build_policy
 from sglang_ext.tenancy.policy import Policy
 
-__all__ = ["STEP_ROUTE", "PolicySteps", "Step", "router"]
+__all__ = ["OWN_SECTIONS", "STEP_ROUTE", "PolicySteps", "Step", "router"]
 
 STEP_ROUTE = "/ext/v1/engine/policy"
+
+OWN_SECTIONS = ("engine", "tiers", "metrics")
+"""Of the policy, what is about a machine and decided at its start."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -49,6 +54,17 @@ class PolicySteps:
         self._leavers = leavers
         self._next: Policy | None = None
         self._before = active.policy()
+        self._run = secrets.token_hex(8)
+        self._versioned: Policy | None = None
+        self._version = ""
+
+    def own(self) -> dict[str, Any]:
+        """Return this start of the server, the policy in force, and what it says of the machine."""
+        policy = active.policy()
+        if policy is not self._versioned:
+            self._versioned, self._version = policy, version_of(policy.document)
+        own = {name: policy.document[name] for name in OWN_SECTIONS if name in policy.document}
+        return {"run": self._run, "version": self._version, "own": own}
 
     async def check(self, document: Mapping[str, Any]) -> None:
         """Raise SglangExtError where this policy cannot be put in force here."""
@@ -81,6 +97,12 @@ class PolicySteps:
 def _steps(request: Request) -> PolicySteps:
     steps: PolicySteps = request.app.state.policy_steps
     return steps
+
+
+@router.get(STEP_ROUTE)
+async def own(steps: Annotated[PolicySteps, Depends(_steps)]) -> dict[str, Any]:
+    """Say who this is."""
+    return steps.own()
 
 
 @router.post(STEP_ROUTE)

@@ -114,11 +114,19 @@ class Relay:
         self.in_flight: dict[str, int] = {}
 
     async def __call__(
-        self, engines: Sequence[Engine], scope: Message, receive: Receive, send: Send
+        self,
+        engines: Sequence[Engine],
+        scope: Message,
+        receive: Receive,
+        send: Send,
+        on_sent: Callable[[str], None] = lambda engine: None,
     ) -> None:
-        """Let the first of ``engines`` that can be reached answer; 503 where none can."""
+        """Let the first of ``engines`` that can be reached answer; 503 where none can.
+
+        ``on_sent`` is called with the name of each that is tried.
+        """
         body = _Body(receive)
-        work = asyncio.ensure_future(self._serve(engines, scope, body, send))
+        work = asyncio.ensure_future(self._serve(engines, scope, body, send, on_sent))
         gone = asyncio.ensure_future(body.until_client_is_gone())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,13 +138,19 @@ class Relay:
             work.result()
 
     async def _serve(
-        self, engines: Sequence[Engine], scope: Message, body: "_Body", send: Send
+        self,
+        engines: Sequence[Engine],
+        scope: Message,
+        body: "_Body",
+        send: Send,
+        on_sent: Callable[[str], None],
     ) -> None:
         try:
             await body.begin()
             sent = _Sent(scope["method"], request_target(scope), _to_engine(scope, self._secret))
-            for engine in engines:
-                if engine.is_ready and await self._ask(engine, sent, body, scope, send):
+            for engine in (one for one in engines if one.is_ready):
+                on_sent(engine.spec.name)
+                if await self._ask(engine, sent, body, scope, send):
                     return
         except _GoneError:
             return

@@ -1,7 +1,10 @@
-"""Which engine serves a request: by tenant, then by session, then by load.
+"""Which engine serves a request: by tenant, then by session, then by prefix, then by load.
 
 Rendezvous hashing: every engine draws a number for a tenant (and session), the highest is home.
 When an engine comes or goes, only what lived there moves, so that all other prefixes stay warm.
+
+A request without a session goes where it waits least, counted in bytes of prompt to compute before
+it is at work: those of its own that the engine has not, and some for each request that is there.
 """
 
 import hashlib
@@ -14,6 +17,10 @@ __all__ = ["Routing"]
 
 _EQUALS = 2
 """Replicas that keep the prefixes of a tenant's requests without a session."""
+_IN_FLIGHT_BYTES = 4096
+"""What a request in flight counts for: a prompt of about a thousand tokens."""
+_ELSEWHERE_BYTES = 8 * _IN_FLIGHT_BYTES
+"""How much busier the equals have to be before a third engine has to learn a prefix."""
 
 
 class Routing:
@@ -41,20 +48,35 @@ class Routing:
         return self._shared if own is None else (own,)
 
     def order(
-        self, tenant: TenantId, session: str | None, in_flight: Mapping[str, int]
+        self,
+        tenant: TenantId,
+        session: str | None,
+        in_flight: Mapping[str, int],
+        warm: Mapping[str, int] | None = None,
     ) -> Sequence[str]:
         """Return the engines for a request, best first.
 
-        A session has one home. A tenant's other requests have two that are equals, and go to the
-        one with fewer requests in flight.
+        A session has one home. A tenant's other requests have two that are equals, and those that
+        are ``warm``: how many bytes of the request's own text were sent there before.
         """
         engines = self.engines_of(tenant)
         if len(engines) < 2:
             return engines
         ranked = sorted(engines, key=lambda name: _draw(tenant, session, name), reverse=True)
-        if session is None:
-            ranked[:_EQUALS] = sorted(ranked[:_EQUALS], key=lambda name: in_flight.get(name, 0))
-        return ranked
+        return ranked if session is not None else _least_wait(ranked, in_flight, warm or {})
+
+
+def _least_wait(
+    ranked: Sequence[str], in_flight: Mapping[str, int], warm: Mapping[str, int]
+) -> Sequence[str]:
+    """Order by what is to be computed before the request is at work; of equals, the rank counts."""
+    near = {*ranked[:_EQUALS], *warm}
+
+    def wait(name: str) -> int:
+        far = 0 if name in near else _ELSEWHERE_BYTES
+        return far + in_flight.get(name, 0) * _IN_FLIGHT_BYTES - warm.get(name, 0)
+
+    return sorted(ranked, key=wait)
 
 
 def _draw(tenant: str, session: str | None, engine: str) -> bytes:

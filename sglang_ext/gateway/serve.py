@@ -21,13 +21,17 @@ from sglang_ext.audit_log import AuditLog
 from sglang_ext.errors import ServerError
 from sglang_ext.gateway.app import Gateway
 from sglang_ext.gateway.commands import Address, address_of, check_flags, engine_command
+from sglang_ext.gateway.draining import Drainer
 from sglang_ext.gateway.fan_out import FanOut
+from sglang_ext.gateway.joining import Joining
 from sglang_ext.gateway.machine import free_ports, gpu_variables, visible_gpus
 from sglang_ext.gateway.metrics import GatewayMetrics
+from sglang_ext.gateway.nodes import Nodes, read_nodes
 from sglang_ext.gateway.own_routes import own_app
 from sglang_ext.gateway.place import Place
 from sglang_ext.gateway.plan import narrowed, plan_engines
 from sglang_ext.gateway.policy_link import PolicyLink
+from sglang_ext.gateway.prefix_index import PrefixIndex
 from sglang_ext.gateway.process import EngineProcess
 from sglang_ext.gateway.relay import Relay, new_session
 from sglang_ext.gateway.routing import Routing
@@ -40,6 +44,8 @@ from sglang_ext.policy_routes import mount
 from sglang_ext.tenancy.auth import App, Callers, TenantAuth
 from sglang_ext.tenancy.document import write_yaml
 from sglang_ext.tenancy.loader import build_policy
+from sglang_ext.tenancy.policy import Isolation
+from sglang_ext.types import TenantId
 
 __all__ = ["UVICORN", "log_to_stderr", "serve_engines"]
 
@@ -59,7 +65,8 @@ def serve_engines(own: Namespace, flags: Sequence[str], file: PolicyFile) -> int
     """
     check_flags(flags)
     policy = active.policy()
-    specs = plan_engines(policy, own.engines, visible_gpus())
+    nodes = Nodes(secrets.token_urlsafe(32)) if own.nodes is None else read_nodes(own.nodes)
+    specs = plan_engines(policy, own.engines, visible_gpus(), nodes.urls)
     documents = {spec.name: narrowed(policy, spec, specs) for spec in specs}
     for document in documents.values():
         build_policy(document)
@@ -67,10 +74,11 @@ def serve_engines(own: Namespace, flags: Sequence[str], file: PolicyFile) -> int
     check_port(*address)
     ports = free_ports(len(specs))
     engines = [
-        Engine(spec, f"http://127.0.0.1:{port}") for spec, port in zip(specs, ports, strict=True)
+        Engine(spec, spec.url or f"http://127.0.0.1:{port}")
+        for spec, port in zip(specs, ports, strict=True)
     ]
     with tempfile.TemporaryDirectory(prefix="sglang-ext-") as folder:
-        server = _Server(own, flags, engines, Path(folder), secrets.token_urlsafe(32))
+        server = _Server(own, flags, engines, Path(folder), nodes.secret)
         for engine in engines:
             server.write(engine, documents[engine.spec.name])
         return _loop().run(server.run(file, address))
@@ -96,7 +104,9 @@ class _Server:
         return self.folder / f"{engine.spec.name}.yaml"
 
     def write(self, engine: Engine, document: Mapping[str, Any]) -> None:
-        """Let an engine start with this policy from now on."""
+        """Let an engine start with this policy from now on; a node has a file of its own."""
+        if engine.spec.url:
+            return
         fresh = self.file_of(engine).with_suffix(".new")
         fresh.write_text(write_yaml(document), encoding="utf-8")
         fresh.replace(self.file_of(engine))
@@ -114,28 +124,46 @@ class _Server:
         async with new_session() as session:
             fan_out = FanOut(session, self.secret)
             metrics = GatewayMetrics()
-            supervisor = Supervisor(
-                self.engines, self.start, lambda one: _answers(one, fan_out), self._tell_if_all
-            )
+            index, joining = PrefixIndex(), Joining(self.engines, fan_out)
+
+            async def answers(engine: Engine) -> bool:
+                return await (
+                    joining.serves(engine) if engine.spec.url else _answers(engine, fan_out)
+                )
+
+            def ready(engine: Engine) -> None:
+                # Its memory is empty.
+                index.forget_engine(engine.spec.name)
+                self._tell_if_all()
+
+            supervisor = Supervisor(self.engines, self.start, answers, ready)
             relay = Relay(session, self.secret, metrics.failed)
-            app = self._app(file, relay, fan_out, metrics)
+            app = self._app(file, relay, fan_out, metrics, index)
             door = _Door(uvicorn.Config(app, **address._asdict(), **UVICORN))
             return await _until_a_signal(door, supervisor)
 
-    def _app(self, file: PolicyFile, relay: Relay, fan_out: FanOut, metrics: GatewayMetrics) -> App:
+    def _app(
+        self,
+        file: PolicyFile,
+        relay: Relay,
+        fan_out: FanOut,
+        metrics: GatewayMetrics,
+        index: PrefixIndex,
+    ) -> App:
         routing = Routing(engine.spec for engine in self.engines)
         callers, refusals = Callers(active.policy()), active.request_metrics()
         log = AuditLog(self.own.audit_log, refusals.audit_line_lost)
-        link = PolicyLink(self.engines, fan_out, self.write, _end)
+        link = PolicyLink(self.engines, fan_out, self.write, _end, index.forget_owner)
         live = LivePolicy(file, callers, log, link.ask, link)
         signal.signal(signal.SIGHUP, live.hang_up)
-        own = own_app(self.engines, routing, fan_out, metrics.note)
+        drainer = Drainer(fan_out, relay.in_flight, _conversing, _has_remote)
+        own = own_app(self.engines, routing, fan_out, drainer, index, metrics.note)
         mount(own, live, log, link.ask)
         by_name = {engine.spec.name: engine for engine in self.engines}
-        gateway = Gateway(by_name, routing, relay, fan_out, own)
+        gateway = Gateway(by_name, routing, relay, fan_out, own, index)
         return TenantAuth(gateway, callers, lambda key: False, refusals.refused)
 
-    def _tell_if_all(self, _: Engine) -> None:
+    def _tell_if_all(self) -> None:
         if all(engine.is_ready for engine in self.engines):
             names = ", ".join(engine.spec.name for engine in self.engines)
             logger.info("all %d engines are ready: %s", len(self.engines), names)
@@ -158,6 +186,20 @@ class _Door(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _conversing(engine: Engine) -> list[TenantId]:
+    """Return who may have conversations in a shared engine; a dedicated one is never drained."""
+    tenants = active.policy().tenants.values()
+    return [one.name for one in tenants if one.isolation is not Isolation.DEDICATED]
+
+
+def _has_remote(engine: Engine) -> bool:
+    """Tell whether the disk's pages are copied where other engines find them."""
+    tiers = (
+        engine.own.get("tiers", {}) if engine.spec.url else active.policy().document.get("tiers")
+    )
+    return "remote" in (tiers or {})
 
 
 async def _answers(engine: Engine, fan_out: FanOut) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_ext.gateway.life import Life, State
+from sglang_ext.gateway.life import Drain, Life, State
 from sglang_ext.gateway.plan import EngineSpec
 
 __all__ = ["Engine", "Process", "Supervisor"]
@@ -15,6 +15,7 @@ __all__ = ["Engine", "Process", "Supervisor"]
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 0.2
+_WATCH_S = 1.0
 _STOP_S = 8.0
 """How long an engine may take to go; it gives its own requests 6 seconds."""
 
@@ -34,17 +35,29 @@ class Process(Protocol):
 
 @dataclass
 class Engine:
-    """One engine: where it listens, its process while it has one, and its life."""
+    """One engine: where it listens, its process while it has one here, and its life.
+
+    ``drain``: where taking it out of service stands. Of one on another machine, ``own`` is what its
+    own policy file says of that machine, and ``problem`` why it does not serve.
+    """
 
     spec: EngineSpec
     url: str
     life: Life = field(default_factory=Life)
     process: Process | None = None
+    drain: Drain | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether it serves."""
         return self.life.state is State.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests may go there."""
+        return self.is_ready and self.drain is None
 
     def row(self) -> dict[str, Any]:
         """Return it as plain data, for the operator."""
@@ -55,6 +68,9 @@ class Engine:
             "restarts": self.life.restarts,
             "gpus": list(self.spec.gpus),
             "dedicated_to": self.spec.tenant,
+            "url": self.spec.url or None,
+            "problem": self.problem,
+            "drain": None if self.drain is None else self.drain.row(),
         }
 
 
@@ -62,7 +78,7 @@ class Supervisor:
     """Starts engines and starts them again. One loop; ``run`` once.
 
     ``start`` makes the process of an engine, ``answers`` tells whether it serves yet; ``on_ready``
-    is called whenever one does.
+    is called whenever one does. An engine of another machine is only watched.
     """
 
     def __init__(
@@ -100,7 +116,29 @@ class Supervisor:
             if engine.process is not None:
                 engine.process.kill()
 
+    async def _watch(self, engine: Engine) -> int:
+        """See when an engine of another machine comes and goes, until all shall stop."""
+        looking = asyncio.create_task(self._look(engine))
+        stopping = asyncio.create_task(self._stopping.wait())
+        done, _ = await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (looking, stopping):
+            task.cancel()
+        if looking in done:
+            await looking
+        return 0
+
+    async def _look(self, engine: Engine) -> None:
+        while True:
+            answers = await self._answers(engine)
+            if answers and not engine.is_ready:
+                self._became_ready(engine)
+            elif not answers:
+                engine.life.away()
+            await asyncio.sleep(_WATCH_S)
+
     async def _keep(self, engine: Engine) -> int:
+        if engine.spec.url:
+            return await self._watch(engine)
         life = engine.life
         while not self._stopping.is_set():
             status = await self._live(engine)
@@ -143,6 +181,9 @@ class Supervisor:
     async def _see_it_ready(self, engine: Engine) -> None:
         while not await self._answers(engine):
             await asyncio.sleep(_PROBE_S)
+        self._became_ready(engine)
+
+    def _became_ready(self, engine: Engine) -> None:
         engine.life.became_ready(time.monotonic())
         logger.info("engine %s is ready", engine.spec.name)
         self._on_ready(engine)

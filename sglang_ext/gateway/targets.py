@@ -24,7 +24,7 @@ OWN = frozenset(
 )
 """What the gateway answers itself, beside the tenants of the policy."""
 
-_OWN_BELOW = "/ext/v1/tenants/"
+_OWN_BELOW = ("/ext/v1/tenants/", "/ext/v1/engines/")
 # What is asked of every engine of the server, or of those that may hold something of a tenant.
 _OF_ALL = frozenset({"/ext/v1/tree", "/ext/v1/usage/export", "/flush_cache"})
 _OF_TENANT = frozenset({"/ext/v1/usage", "/ext/v1/pins", "/ext/v1/sessions", "/abort_request"})

@@ -60,6 +60,8 @@ def test_the_tenants_flags_come_after_the_common_ones_and_the_address_last() -> 
         audit_log=Path("audit"),
         log_json=False,
         engines=1,
+        nodes=None,
+        gateway_secret=None,
     )
     assert again == expected
     assert rest == [

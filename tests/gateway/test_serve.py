@@ -72,10 +72,11 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 
 @contextmanager
-def serving(folder: Path, **environment: str) -> Iterator[Served]:
+def serving(folder: Path, asked: str = "/ready", **environment: str) -> Iterator[Served]:
+    """Run a gateway; ``asked``: the route that says 200 once it can be used."""
     served = Served(folder, **environment)
     try:
-        until(lambda: _is_ready(served))
+        until(lambda: _answers(served, asked))
         yield served
     finally:
         served.process.kill()
@@ -95,10 +96,10 @@ def served(tmp_path_factory: pytest.TempPathFactory, fails: Path) -> Iterator[Se
         yield served
 
 
-def _is_ready(served: Served) -> bool:
+def _answers(served: Served, route: str) -> bool:
     assert served.process.poll() is None, "".join(served.lines)
     try:
-        return bool(served.send("GET", "/ready").status_code == 200)
+        return bool(served.send("GET", route).status_code == 200)
     except httpx.TransportError:
         return False
 

@@ -8,12 +8,15 @@ from typing import Any
 import httpx
 import uvicorn
 
+from sglang_ext.audit_log import AuditLog
 from sglang_ext.gateway.app import Gateway
+from sglang_ext.gateway.draining import Drainer
 from sglang_ext.gateway.fan_out import FanOut
 from sglang_ext.gateway.life import Life, State
 from sglang_ext.gateway.machine import free_ports
 from sglang_ext.gateway.own_routes import own_app
 from sglang_ext.gateway.plan import EngineSpec
+from sglang_ext.gateway.prefix_index import PrefixIndex
 from sglang_ext.gateway.relay import Failure, Relay, new_session
 from sglang_ext.gateway.routing import Routing
 from sglang_ext.gateway.supervisor import Engine
@@ -31,6 +34,7 @@ POLICY = {
     "admin_keys": [digest("key-admin")],
     "tenants": {
         "a": {"api_keys": [digest("key-a")]},
+        "b": {"api_keys": [digest("key-b")]},
         "bank": {"api_keys": [digest("key-bank")], "isolation": "dedicated", "gpus": [0]},
     },
 }
@@ -88,9 +92,12 @@ async def front(*engines: Engine) -> AsyncIterator[Front]:
         fan_out = FanOut(session, SECRET)
         routing = Routing(one.spec for one in engines)
         relay = Relay(session, SECRET, lambda *failure: failures.append(failure))
-        own = own_app(engines, routing, fan_out, lambda one: None)
+        index = PrefixIndex()
+        drainer = Drainer(fan_out, relay.in_flight, lambda one: [TenantId("a")], lambda one: True)
+        own = own_app(engines, routing, fan_out, drainer, index)
+        own.state.audit_log = AuditLog(None)
         by_name = {one.spec.name: one for one in engines}
-        gateway = Gateway(by_name, routing, relay, fan_out, own)
+        gateway = Gateway(by_name, routing, relay, fan_out, own, index)
         app = TenantAuth(gateway, Callers(build_policy(POLICY)), lambda key: False)
         async with listening(app) as url, httpx.AsyncClient(timeout=10) as client:
             yield Front(url, client, failures)

@@ -158,10 +158,10 @@ class Client:
         """Fetch a route."""
         return httpx.get(self.url + path, headers=self._headers(headers), timeout=60)
 
-    def events(self, path: str, body: object) -> Iterator[str]:
+    def events(self, path: str, body: object, **headers: str) -> Iterator[str]:
         """Send JSON and yield the data of every server-sent event as it comes."""
         with httpx.stream(
-            "POST", self.url + path, json=body, headers=self._headers({}), timeout=180
+            "POST", self.url + path, json=body, headers=self._headers(headers), timeout=180
         ) as response:
             response.raise_for_status()
             for line in response.iter_lines():

@@ -96,6 +96,45 @@ def test_other_requests_stay_together_until_their_engine_is_busy(replicas: Repli
     assert told(c, text) >= 48
 
 
+def test_a_prompt_follows_its_text_to_where_a_conversation_left_it(replicas: Replicas) -> None:
+    """Beside a conversation, a tenant's prompts have one home while nobody is busy."""
+    b, c = replicas.client("b"), replicas.client("c")
+    for engine in ENGINES:
+        text = story(840 + ENGINES.index(engine))
+        assert told(c, text, session_at("c", engine, "teach")) == 0
+        assert told(c, text + " And then?") >= LEAST
+        assert told(b, text + " And then?") == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_drained_replica_gets_nothing_new_and_comes_back(replicas: Replicas, engine: str) -> None:
+    (left,) = set(ENGINES) - {engine}
+    a, admin, text = replicas.client("a"), replicas.client("admin"), story(850)
+    chat = session_at("a", engine, f"drain {engine}".replace(" ", "-"))
+
+    def row() -> dict[str, Any]:
+        return replicas.engines()[engine]
+
+    assert told(a, text, chat) == 0
+    sampling = {"max_new_tokens": 60, "ignore_eos": True}
+    body = {"text": "Go on:", "stream": True, "sampling_params": sampling}
+    events = admin.events("/generate", body, x_engine=engine)
+    next(events)
+    begun = admin.post(f"/ext/v1/engines/{engine}/drain", None).json()
+    assert begun["drain"]["state"] == "draining"
+    assert told(a, text, chat) == 0
+    assert chat in replicas.sessions(left, "a")
+    rest = json.loads(list(events)[-1])
+    assert rest["meta_info"]["completion_tokens"] == 60
+    wait(lambda: row()["drain"]["state"] == "drained")
+    assert row()["requests"] == 0
+    assert "computed again" in row()["drain"]["note"]
+    assert admin.get("/ready").json() == {"engines": 2, "ready": 1}
+    assert admin.post(f"/ext/v1/engines/{left}/drain", None).status_code == 409
+    assert admin.post(f"/ext/v1/engines/{engine}/resume", None).json()["drain"] is None
+    assert told(a, text, chat) >= LEAST
+
+
 def test_a_flush_reaches_both_and_a_tenant_flushes_itself_only(replicas: Replicas) -> None:
     a, b = replicas.client("a"), replicas.client("b")
     text = unique_prompt("flush both")
