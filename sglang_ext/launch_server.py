@@ -15,14 +15,16 @@ from typing import Any
 
 from sglang_ext import active
 from sglang_ext.audit_log import AuditLog
-from sglang_ext.errors import SglangExtError
-from sglang_ext.gateway.place import OnlyGateway, Place, live_with, own_place
+from sglang_ext.errors import SglangExtError, UnsupportedError
+from sglang_ext.gateway.nodes import read_secret
+from sglang_ext.gateway.place import OnlyGateway, Place, live_with, node_place, own_place
 from sglang_ext.gateway.plan import needs_engines
 from sglang_ext.launch_checks import check_environment, check_modes, check_port, check_sealed
 from sglang_ext.launch_flags import given_flags, own_arguments, with_defaults
 from sglang_ext.launch_scales import use_scales
 from sglang_ext.observe import json_log, recording
 from sglang_ext.policy_file import PolicyFile
+from sglang_ext.rank_flags import check_ranks, use_router
 from sglang_ext.tenancy.auth import Callers, TenantAuth
 from sglang_ext.tenancy.policy import Policy
 from sglang_ext.tier_flags import check_master_key, check_remote, check_tiers, set_cpu_size
@@ -51,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
             json_log.switch_on()
         file = PolicyFile(own.tenant_policy.absolute())
         policy = _read(file)
-        if place is None and needs_engines(policy, own.engines):
+        if own.gateway_secret is not None:
+            place = _as_node(own.gateway_secret, policy)
+        if place is None and (own.nodes is not None or needs_engines(policy, own.engines)):
             return _serve_engines(own, flags, file)
         server_args = _prepare(own, flags, file, warm_up, place)
     except SglangExtError as error:
@@ -68,6 +72,16 @@ def _read(file: PolicyFile) -> Policy:
     check_master_key(policy)
     check_remote(policy)
     return policy
+
+
+def _as_node(secret: Path, policy: Policy) -> Place:
+    """Return the place of an engine whose gateway is elsewhere. Raises SglangExtError."""
+    if needs_engines(policy, 1):
+        raise UnsupportedError(
+            "a node serves no dedicated tenant; leave those out of its policy: the gateway's "
+            "machine runs their engines"
+        )
+    return node_place(read_secret(secret))
 
 
 def _serve_engines(own: Namespace, flags: Sequence[str], file: PolicyFile) -> int:
@@ -143,10 +157,12 @@ def _resolve(argv: list[str], policy: Policy, given: Set[str], *, on_cpu: bool) 
     server_args = prepare_server_args(argv)
     server_args.stat_loggers = {"tokenizer": TenantTokenizerMetrics}
     set_cpu_size(server_args, policy, given)
+    use_router(server_args)
     server_args.resolve_once()
     resolved = resolving_view(server_args)
     check_modes(resolved)
     check_tiers(resolved)
+    check_ranks(resolved)
     check_sealed(resolved, policy)
     use_scales(policy, resolved, on_cpu=on_cpu)
     check_port(resolved.host, resolved.port)
@@ -168,7 +184,8 @@ def _extend_app(
     from sglang_ext.observe import routes
 
     callers, metrics = Callers(policy), active.request_metrics()
-    _let_policy_change(app, file, callers, AuditLog(audit_log, metrics.audit_line_lost))
+    log = AuditLog(audit_log, metrics.audit_line_lost)
+    _let_policy_change(app, file, callers, log, is_engine=place is not None)
     app.include_router(router)
     app.include_router(session_routes.router)
     app.include_router(pin_routes.router)
@@ -188,7 +205,9 @@ def _is_of_gateway(key: str, place: Place | None) -> bool:
     return place is not None and place.is_secret(key)
 
 
-def _let_policy_change(app: Any, file: PolicyFile, callers: Callers, log: AuditLog) -> None:
+def _let_policy_change(
+    app: Any, file: PolicyFile, callers: Callers, log: AuditLog, *, is_engine: bool
+) -> None:
     """Take another policy over HTTP, or from the file at SIGHUP."""
     from sglang_ext.gateway import policy_steps
     from sglang_ext.leavers import Leavers
@@ -201,7 +220,7 @@ def _let_policy_change(app: Any, file: PolicyFile, callers: Callers, log: AuditL
     live = LivePolicy(file, callers, log, ask_schedulers, leavers)
     signal.signal(signal.SIGHUP, live.hang_up)
     mount(app, live, log, ask_schedulers)
-    if own_place() is not None:
+    if is_engine:
         app.state.policy_steps = policy_steps.PolicySteps(callers, ask_schedulers, leavers)
         app.include_router(policy_steps.router)
 

@@ -34,6 +34,7 @@ def _register() -> None:
     from sglang_ext.patches.admin_channel import admin_channel_hooks
     from sglang_ext.patches.flashinfer_pages import register_flashinfer_pages
     from sglang_ext.patches.prefill_rate import prefill_rate_hooks
+    from sglang_ext.patches.rank_routing import rank_hooks
     from sglang_ext.patches.refusal_status import refusal_status_hooks
     from sglang_ext.patches.schedule_policy import offer_tenant_fair
     from sglang_ext.patches.scheduler import namespace_hooks, scheduler_hooks
@@ -45,6 +46,7 @@ def _register() -> None:
     from sglang_ext.patches.weight_updates import weight_update_hooks
     from sglang_ext.policy_change import policy_operations
     from sglang_ext.public_prefixes import public_prefixes
+    from sglang_ext.rank_router import RankRouter
 
     check_version()
     offer_tenant_fair()
@@ -61,6 +63,7 @@ def _register() -> None:
             *trace_hooks(by_tier),
             *weight_update_hooks(),
             *prefill_rate_hooks(),
+            *rank_hooks(RankRouter),
         ]
     )
     register_backend(partial(public_prefixes, active.policy()), check=hooks.verify)
