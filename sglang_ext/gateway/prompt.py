@@ -4,8 +4,8 @@ Engines name their pages in KV events by token ids. To name them so, the gateway
 model's tokenizer and chat template, and for 100 kB some 50 ms (SmolLM2's, measured) where it may
 take 1.5 in all; and a listener to another machine's events gets all tenants' token ids from a
 socket that asks for no key. So a text is taken as the client wrote it: equal text from the start
-means equal pages, a block that differs means at most one block too few. Names are drawn with a key of this process: they say nothing
-about the text, and no two owners have one in common.
+means equal pages, a block that differs means at most one block too few. Names are drawn with a key
+of this process: they say nothing about the text, and no two owners have one in common.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
