@@ -20,10 +20,9 @@ from benchmarks.rag_chat.setting import Setting
 from benchmarks.replay import read_trace, simulated
 from benchmarks.report import Report, arguments
 from sglang_ext.plan.hardware import GPUS, Cluster, Efficiency, Gpu, Model
-from sglang_ext.plan.outcome import Outcome
+from sglang_ext.plan.outcome import Outcome, play
 from sglang_ext.plan.published import ASSUMPTIONS, ROWS, cluster_72b, errors, simulate_row
 from sglang_ext.plan.requests import MOONCAKE_BLOCK_TOKENS, rag_requests
-from sglang_ext.plan.simulator import Load, simulate
 from sglang_ext.plan.tiers import Sizes, TierStack
 from sglang_ext.plan.workload import RagShape, RagTraffic, Turn, rag_turns
 from sglang_ext.tenancy.loader import parse_policy
@@ -90,9 +89,8 @@ def _rate(report: Report, conversations: int) -> None:
     cluster = cluster_72b(Efficiency())
     tokens = {"hbm": 3_000_000, "cpu": 4_000_000, "nvme": 12_000_000}
     stack = TierStack(Sizes(**tokens, kv_bytes=cluster.kv_bytes, block=_BLOCK))
-    start, load = time.process_time(), Load()
-    served = simulate(rag_requests(turns, 8.0, _BLOCK), cluster, stack, load=load)
-    count = len(Outcome.of(served, load).ttft)
+    start = time.process_time()
+    count = len(play(rag_requests(turns, 8.0, _BLOCK), cluster, stack).ttft)
     seconds = (time.process_time() - start) * 1e6 / count
     report.figures["requests simulated for the rate"] = count
     report.at_most("CPU seconds for 1,000,000 requests, three tiers", seconds, _MILLION_SECONDS)
@@ -136,10 +134,9 @@ def _simulated_cell(run: Mapping[str, Any]) -> Outcome:
     sizes = Sizes(**{tier: tokens[tier] for tier in tiers}, kv_bytes=BYTES_PER_TOKEN)
     turns = setting.turns(run["seed"])
     policy = None if run["engine"] == "SGLang" else _everybody(turns)
-    load, stack = Load(), TierStack(sizes, policy)
     requests = rag_requests(turns, setting.rate or 1.0, 1)
     clients = None if setting.rate else setting.clients
-    return Outcome.of(simulate(requests, _SMALL_SERVER, stack, clients=clients, load=load), load)
+    return play(requests, _SMALL_SERVER, TierStack(sizes, policy), clients=clients)
 
 
 def _everybody(turns: Sequence[Turn]) -> Policy:

@@ -29,14 +29,13 @@ from benchmarks.rag_chat import summary
 from benchmarks.rag_chat.load import Load as ServerLoad
 from benchmarks.report import Report, arguments
 from sglang_ext.plan.hardware import GPUS, Cluster, Model
-from sglang_ext.plan.outcome import Outcome
+from sglang_ext.plan.outcome import Outcome, play
 from sglang_ext.plan.requests import (
     MOONCAKE_BLOCK_TOKENS,
     PlanRequest,
     azure_requests,
     mooncake_requests,
 )
-from sglang_ext.plan.simulator import Load, simulate
 from sglang_ext.plan.sizes import sizes_of
 from sglang_ext.plan.tiers import TierStack
 from sglang_ext.plan.workload import Piece, RagShape, RagTraffic, Turn, rag_turns
@@ -107,8 +106,7 @@ def simulated(
 ) -> Outcome:
     """Play a trace through the simulator, at its own arrivals."""
     stack = TierStack(sizes_of(cluster, policy, block), policy)
-    load = Load()
-    return Outcome.of(simulate(requests, cluster, stack, load=load), load)
+    return play(requests, cluster, stack)
 
 
 def _report_simulated(report: Report, outcome: Outcome) -> None:
@@ -129,6 +127,7 @@ def _report_served(report: Report, url: str, turns: Sequence[Turn], seed: int) -
     load = ServerLoad(Engine("server", url, 0, {}), turns, seed)
     seconds = asyncio.run(load.open(1.0))
     run = summary.of_run(load.requests, seconds, 0.0)
+    report.at_most("requests that failed", run["failed"], 0)
     skipped = ("ttft", "gaps", "cpu seconds", "cpu ms per computed prompt token")
     report.figures |= {key: value for key, value in run.items() if key not in skipped}
     report.figures |= {

@@ -48,7 +48,13 @@ class SchedulerObserver(Protocol):
     def admitted(self, tenant: TenantId, seconds: float) -> None: ...
 
     def computes(
-        self, tenant: TenantId, namespace: str, prompt: Sequence[int], cached: int, page_size: int
+        self,
+        tenant: TenantId,
+        namespace: str,
+        prompt: Sequence[int],
+        cached: int,
+        page_size: int,
+        first: bool = True,
     ) -> None: ...
 
     def skipped(self, tenant: TenantId, reason: str) -> None: ...
@@ -133,7 +139,7 @@ class TenantScheduling:
         ticket = self.ticket(req)
         if self.metrics is not None:
             text = req.extra_key, req.origin_input_ids, int(req.prefix_len), self.cache.page_size
-            self.metrics.computes(ticket.tenant, *text)
+            self.metrics.computes(ticket.tenant, *text, first=not ticket.admitted)
         if ticket.admitted:
             return
         ticket.admitted = True

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_ext.metrics import OTHER, HeldMetrics, TenantLabels
 from sglang_ext.observe.catalog import make
 from sglang_ext.observe.ghosts import GhostPages
+from sglang_ext.observe.reuse import reuse
 from sglang_ext.observe.usage import HeldUsage
 from sglang_ext.tier_metrics import TierMetrics, capacities, on_disk
 from sglang_ext.types import Owner, OwnerLimits, TenantId, Tier
@@ -24,7 +25,7 @@ class SchedulerMetrics:
     def __init__(
         self, tenant_limit: int, tenants: Sequence[str] = (), usage: HeldUsage | None = None
     ) -> None:
-        """``tenants`` have their counters from the beginning, ``usage`` takes in token-seconds."""
+        """``tenants`` have their counters from the beginning, ``usage`` takes in what is billed."""
         self._labels = TenantLabels(tenant_limit)
         self._held = HeldMetrics(tenant_limit)
         self._tiers = TierMetrics(tenant_limit, usage)
@@ -40,6 +41,7 @@ class SchedulerMetrics:
         self._reserve = make("reserve_tokens")
         self._recomputed = make("recomputed_tokens_total")
         self._ghosts = GhostPages()
+        self._usage = usage
         for tenant in tenants[:tenant_limit]:
             self._recomputed.labels(self._labels.of(tenant, 0))
 
@@ -48,11 +50,22 @@ class SchedulerMetrics:
         self._queue_time.labels(self._labels.of(tenant)).observe(seconds)
 
     def computes(
-        self, tenant: TenantId, namespace: str, prompt: Sequence[int], cached: int, page_size: int
+        self,
+        tenant: TenantId,
+        namespace: str,
+        prompt: Sequence[int],
+        cached: int,
+        page_size: int,
+        first: bool = True,
     ) -> None:
-        """Count what a request computes again of its ``prompt`` behind ``cached`` tokens."""
-        again = self._ghosts.computed(namespace, prompt, cached, page_size)
-        self._recomputed.labels(self._labels.of(tenant, 0)).inc(again)
+        """Count what a request computes again of its ``prompt`` behind ``cached`` tokens.
+
+        ``first``: it has not been computed in part before, so that its text comes from its client.
+        """
+        seen = self._ghosts.computed(namespace, prompt, cached, page_size)
+        self._recomputed.labels(self._labels.of(tenant, 0)).inc(seen.again)
+        if first and self._usage is not None:
+            self._usage.reused(tenant, reuse(seen.idle, page_size))
 
     def skipped(self, tenant: TenantId, reason: str) -> None:
         """Count a pass that admitted others past a request of ``tenant``."""

@@ -1,46 +1,66 @@
-"""Which prompt pages were computed before: a memory of fixed size that only ever forgets.
+"""Which prompt pages were computed before, and when they were last used: a memory of fixed size
+that only ever forgets.
 
 A page is known by a hash of the namespace and of all tokens up to its end, as the cache knows it.
-The memory is one array: a page's hash lies in the slot that its low bits name, over whatever lay
-there. So a count may be too low, after about as many new pages as there are slots, and is too high
-only where two hashes of 64 bits are equal.
+Its hash lies in the slot that its low bits name, over whatever lay there. So a count may be too
+low, after about as many new pages as there are slots, and is too high only where two hashes of 64
+bits are equal.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-__all__ = ["GhostPages"]
+__all__ = ["GhostPages", "Seen"]
 
 _SLOTS = 1 << 20
 _POSITION = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-class GhostPages:
-    """Remembers about ``slots`` pages of all namespaces in ``8 * slots`` bytes."""
+class Seen(NamedTuple):
+    """What was known of a prompt, in whole pages and without its last token (no cache saves it)."""
 
-    def __init__(self, slots: int = _SLOTS) -> None:
+    again: int
+    """Tokens that are computed and had been computed before."""
+    idle: "np.ndarray"
+    """Whole seconds since its last use of each page that had been computed before."""
+
+
+_NEW = Seen(0, np.zeros(0, np.int64))
+
+
+class GhostPages:
+    """Remembers about ``slots`` pages of all namespaces in ``12 * slots`` bytes."""
+
+    def __init__(self, slots: int = _SLOTS, clock: Callable[[], float] = time.monotonic) -> None:
         """``slots`` is a power of two."""
         self._mask = np.uint64(slots - 1)
         self._slots = np.zeros(slots, np.uint64)
+        self._used = np.zeros(slots, np.uint32)
+        self._clock = clock
+        self._start = clock()
 
-    def computed(self, namespace: str, tokens: Sequence[int], cached: int, page_size: int) -> int:
-        """Note that a prompt's pages of ``page_size`` from token ``cached`` on are computed.
+    def computed(self, namespace: str, tokens: Sequence[int], cached: int, page_size: int) -> Seen:
+        """Note that a prompt's pages of ``page_size`` are used, and computed from ``cached`` on.
 
-        Returns how many of those tokens, in whole pages and without the last token of the prompt
-        (which no cache saves), had been computed before. About 10 ns a token.
+        About 10 ns a token.
         """
         pages = (len(tokens) - 1) // page_size
-        first = -(-cached // page_size)
-        if pages <= first:
-            return 0
-        ends = _page_hashes(namespace, tokens[: pages * page_size], page_size)[first:]
+        if pages <= 0:
+            return _NEW
+        ends = _page_hashes(namespace, tokens[: pages * page_size], page_size)
         places = ends & self._mask
-        again = int(np.count_nonzero(self._slots[places] == ends))
-        self._slots[places] = ends
-        return again * page_size
+        known = self._slots[places] == ends
+        first, now = -(-cached // page_size), int(self._clock() - self._start)
+        idle = now - self._used[places[known]].astype(np.int64)
+        self._slots[places[first:]] = ends[first:]
+        # A cached page that nobody here computed (public text, a page forgotten) stays unknown.
+        self._used[places[known]] = self._used[places[first:]] = now
+        return Seen(int(np.count_nonzero(known[first:])) * page_size, idle)
 
 
 def _page_hashes(namespace: str, tokens: Sequence[int], size: int) -> "np.ndarray":

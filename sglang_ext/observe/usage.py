@@ -2,6 +2,7 @@
 
 finished requests   process that serves HTTP   prompt, cached by tier, computed and output tokens
 token-seconds       scheduler                  what owners held, times how long
+reuse               scheduler                  prompt tokens that came back, by how long they lay
 
 What a killed process had not written is lost: at most FLUSH_SECONDS and the time of one write.
 """
@@ -131,6 +132,11 @@ class HeldUsage:
                 amounts = {f"{tier.value}_token_seconds": grown * part}
                 self._recorder.add(payer(owner), when, amounts)
         self._since = max(now, self._since)
+
+    def reused(self, tenant: str, amounts: Mapping[str, int]) -> None:
+        """Add what ``observe.reuse`` says of a prompt of ``tenant``, to this hour. O(1)."""
+        if amounts:
+            self._recorder.add(tenant, self._clock(), amounts)
 
 
 def payer(owner: Owner) -> str:

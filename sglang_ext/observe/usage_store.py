@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang_ext.errors import UsageError
+from sglang_ext.observe.reuse import COLUMNS
 
 __all__ = ["AMOUNTS", "HOUR", "Batch", "Cell", "UsageStore"]
 
@@ -26,10 +27,12 @@ AMOUNTS = (
     "hbm_token_seconds",
     "cpu_token_seconds",
     "nvme_token_seconds",
+    *COLUMNS,
 )
 """What is counted. Whole numbers, but for token-seconds: tokens held times seconds."""
 
-_VERSION = 1
+_VERSION = 2
+_WITHOUT_REUSE = 1
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS usage (
     hour INTEGER NOT NULL, tenant TEXT NOT NULL,
@@ -78,12 +81,23 @@ class UsageStore:
 
     def _create(self, path: Path) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
+        if version not in (0, _WITHOUT_REUSE, _VERSION):
             raise UsageError(
                 f"usage file {path}: format {version}, expected {_VERSION}; another release of "
                 "sglang_ext wrote it, name another file"
             )
-        self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}PRAGMA user_version = {_VERSION};COMMIT")
+        try:
+            self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}")
+            # A file of format 1 lacks what was added since; a server of then may still write it.
+            held = {row[1] for row in self._db.execute("PRAGMA table_info(usage)")}
+            for name in AMOUNTS:
+                if name not in held:
+                    self._db.execute(f"ALTER TABLE usage ADD COLUMN {name} NOT NULL DEFAULT 0")
+            self._db.execute(f"PRAGMA user_version = {_VERSION}")
+            self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
     def add(self, writer: str, number: int, batch: Batch) -> None:
         """Add a batch, unless ``writer`` has already added one of this number or above.

@@ -6,6 +6,7 @@ much of them serving reaches; its defaults are assumptions, stated with every re
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sglang_ext.errors import PlanError
@@ -139,6 +140,8 @@ class Efficiency:
     step_seconds: float = 0.004
     request_seconds: float = 0.02
     """From a request's arrival to the scheduler, and from its first token back to the client."""
+    host_seconds: float = 0.0
+    """Work of the one host process for a request, before it can be scheduled: others wait."""
     memory_for_kv: float = 0.88
     """Share of GPU memory that weights and KV may fill together."""
 
@@ -155,7 +158,7 @@ class Cluster:
     kv_number_bytes: float = 2.0
     efficiency: Efficiency = Efficiency()
 
-    @property
+    @cached_property
     def kv_bytes(self) -> float:
         """Of one token, all GPUs together."""
         return self.model.kv_bytes(self.kv_number_bytes, self.gpus)

@@ -1,14 +1,20 @@
 """What a simulation came to: hits by tier and tenant, times, what was recomputed, what binds."""
 
+import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
-from sglang_ext.plan.simulator import Load, Served
+from sglang_ext.plan.hardware import Cluster
+from sglang_ext.plan.requests import PlanRequest
+from sglang_ext.plan.simulator import Load, Served, simulate
+from sglang_ext.plan.tiers import TierStack
 from sglang_ext.types import Tier
 
-__all__ = ["Outcome", "quantile"]
+__all__ = ["Outcome", "play", "quantile"]
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -93,6 +99,7 @@ class Outcome:
         end = self.end or 1.0
         return {
             "computing prompts": self.load.prefill / end,
+            "the host's work for requests": self.load.host / end,
             "waiting for room in HBM": self.load.no_room / end,
             "waiting for a place in the batch": self.load.no_place / end,
             "reading the disk": self.load.disk / end,
@@ -103,3 +110,27 @@ class Outcome:
         """The constraint that was at work most."""
         busy = self.busy()
         return max(busy, key=lambda name: busy[name])
+
+
+def play(
+    requests: Iterable[PlanRequest], cluster: Cluster, tiers: TierStack, skip: int = 0, **how: Any
+) -> Outcome:
+    """Simulate to the end and add up all requests but the first ``skip``.
+
+    ``how`` is what ``simulate`` takes besides. Python's garbage collector rests meanwhile: a
+    simulation keeps millions of objects and makes no cycles, so that it would only be slower.
+    """
+    load = Load()
+    with _collector_at_rest():
+        return Outcome.of(simulate(requests, cluster, tiers, load=load, **how), load, skip)
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

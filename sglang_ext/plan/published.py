@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang_ext.plan.hardware import GPUS, Cluster, Efficiency, Model
-from sglang_ext.plan.outcome import Outcome
+from sglang_ext.plan.outcome import Outcome, play
 from sglang_ext.plan.requests import rag_requests
-from sglang_ext.plan.simulator import Load, simulate
 from sglang_ext.plan.tiers import Sizes, TierStack
 from sglang_ext.plan.workload import RagShape, RagTraffic, rag_turns
 
@@ -126,9 +125,8 @@ def simulate_row(row: Row, assumed: Assumptions = ASSUMPTIONS, seed: int = 0) ->
         request._replace(answer=draw.randint(1, 2 * assumed.shape.answer - 1))
         for request in rag_requests(turns, 1.0, assumed.block)
     )
-    load = Load()
-    served = simulate(requests, cluster, TierStack(sizes), clients=assumed.clients, load=load)
-    return Outcome.of(served, load, skip=len(turns) // 2)
+    stack = TierStack(sizes)
+    return play(requests, cluster, stack, skip=len(turns) // 2, clients=assumed.clients)
 
 
 def errors(row: Row, outcome: Outcome) -> Iterator[tuple[str, float, float, float]]:

@@ -39,15 +39,15 @@ def rag_requests(turns: Iterable[Turn], rate: float, block: int) -> Iterator[Pla
 
     Every length should be a multiple of ``block``; a shorter rest of a piece is dropped.
     """
-    names: dict[tuple[int, str, int], int] = {}
+    names = _Names()
     texts: dict[int, array[int]] = {}
     for turn in turns:
         text = texts.setdefault(turn.conversation, array("q"))
         for piece in turn.new:
-            _append(text, piece, block, names)
+            text.extend(names.of(text, piece, block))
         blocks = text[:]
         answer = Piece(f"answer/{turn.conversation}/{turn.number}", turn.answer)
-        _append(text, answer, block, names)
+        text.extend(names.of(text, answer, block))
         yield PlanRequest(
             at=turn.at / rate,
             tenant=turn.tenant,
@@ -59,13 +59,20 @@ def rag_requests(turns: Iterable[Turn], rate: float, block: int) -> Iterator[Pla
         )
 
 
-def _append(
-    text: "array[int]", piece: Piece, block: int, names: dict[tuple[int, str, int], int]
-) -> None:
-    before = text[-1] if text else -1
-    for number in range(piece.tokens // block):
-        before = names.setdefault((before, piece.name, number), len(names))
-        text.append(before)
+class _Names:
+    """Numbers blocks: a piece behind equal text has the same numbers, all others have new ones."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, str], int] = {}
+        self._next = 0
+
+    def of(self, text: "array[int]", piece: Piece, block: int) -> range:
+        """Return the numbers of a piece's whole blocks where it comes behind ``text``."""
+        place, count = (text[-1] if text else -1, piece.name), piece.tokens // block
+        first = self._first.setdefault(place, self._next)
+        if first == self._next:
+            self._next += count
+        return range(first, first + count)
 
 
 def mooncake_requests(path: Path, tenants: int = 1) -> Iterator[PlanRequest]:

@@ -10,22 +10,22 @@ from typing import Any
 
 from sglang_ext.errors import PlanError
 from sglang_ext.plan.hardware import GPUS, Cluster, Model
-from sglang_ext.plan.outcome import Outcome
+from sglang_ext.plan.outcome import Outcome, play
 from sglang_ext.plan.requests import (
     MOONCAKE_BLOCK_TOKENS,
     PlanRequest,
     mooncake_requests,
     rag_requests,
 )
-from sglang_ext.plan.simulator import Load, simulate
 from sglang_ext.plan.sizes import sizes_of
 from sglang_ext.plan.tiers import Sizes, TierStack
 from sglang_ext.plan.workload import RagShape, RagTraffic, rag_turns
 from sglang_ext.tenancy.loader import build_policy, load_policy
 from sglang_ext.tenancy.policy import Policy
-from sglang_ext.types import SYSTEM_TENANT, TenantId
+from sglang_ext.tenancy.quota import QuotaBook
+from sglang_ext.types import SYSTEM_TENANT, Owner, TenantId, Tier
 
-__all__ = ["Change", "Scenario", "sweep"]
+__all__ = ["Change", "Hardware", "Scenario", "sweep"]
 
 _RAG_BLOCK_TOKENS = 100
 _TENANTS = 6
@@ -33,18 +33,14 @@ _FACTORS = (0.25, 0.5, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """A cluster, a policy and a row of requests, which is made anew for each simulation."""
+class Hardware:
+    """A cluster and the policy that is in force on it."""
 
     cluster: Cluster
     policy: Policy | None
-    trace: Path | None
-    rate: float
-    conversations: int
-    seed: int
 
     @classmethod
-    def read(cls, options: argparse.Namespace, weight_bytes: float) -> "Scenario":
+    def read(cls, options: argparse.Namespace, weight_bytes: float) -> "Hardware":
         """Read the files that the options name. Raises PlanError, PolicyError and OSError."""
         try:
             config = json.loads(options.model.read_text("utf-8"))
@@ -59,9 +55,45 @@ class Scenario:
             weight_bytes=weight_bytes,
             kv_number_bytes=1.0 if fp8 else 2.0,
         )
-        return cls(
-            cluster, policy, options.trace, options.rate, options.conversations, options.seed
-        )
+        return cls(cluster, policy)
+
+    def room(self, tenant: str) -> dict[Tier, int]:
+        """Return how many tokens a tenant's quota lets it hold in each tier that there is."""
+        policy, owner = self._policy_of(tenant)
+        sizes, size = sizes_of(self.cluster, policy, 1), max(1, round(self.cluster.kv_bytes))
+        tokens = {Tier.HBM: sizes.hbm, Tier.CPU: sizes.cpu, Tier.NVME: sizes.nvme}
+        books = [QuotaBook(policy, tier, held, size) for tier, held in tokens.items() if held]
+        limits = {book.tier: book.limits(owner).quota for book in books}
+        return {tier: tokens[tier] if most is None else most for tier, most in limits.items()}
+
+    def ttls(self, tenant: str) -> dict[Tier, float]:
+        """Return the TTLs of a tenant in seconds."""
+        policy, _ = self._policy_of(tenant)
+        ttl = policy.tenants[TenantId(tenant)].ttl
+        return {Tier.HBM: ttl.hbm, Tier.CPU: ttl.cpu, Tier.NVME: ttl.nvme}
+
+    def _policy_of(self, tenant: str) -> tuple[Policy, Owner]:
+        known = None if self.policy is None else self.policy.tenants.get(TenantId(tenant))
+        if self.policy is None or known is None:
+            raise PlanError(f"the policy has no tenant {tenant!r}")
+        return self.policy, known.owner
+
+
+@dataclass(frozen=True)
+class Scenario(Hardware):
+    """A cluster, a policy and a row of requests, which is made anew for each simulation."""
+
+    trace: Path | None
+    rate: float
+    conversations: int
+    seed: int
+
+    @classmethod
+    def read(cls, options: argparse.Namespace, weight_bytes: float) -> "Scenario":
+        """Read the files that the options name. Raises PlanError, PolicyError and OSError."""
+        on = Hardware.read(options, weight_bytes)
+        asked = options.trace, options.rate, options.conversations, options.seed
+        return cls(on.cluster, on.policy, *asked)
 
     @property
     def tenants(self) -> list[str]:
@@ -91,14 +123,13 @@ class Scenario:
 
     def outcome(self) -> Outcome:
         """Simulate."""
-        load, policy = Load(), self.policy
+        policy = self.policy
 
         def weight(tenant: TenantId) -> float:
             return 1.0 if policy is None else policy.tenants[tenant].weight
 
         stack = TierStack(self.sizes, policy)
-        served = simulate(self.requests(), self.cluster, stack, weight=weight, load=load)
-        return Outcome.of(served, load)
+        return play(self.requests(), self.cluster, stack, weight=weight)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 Discrete events: a request arrives, a prefill ends, an answer ends. Prefills run one after the
 other and before decoding, as SGLang schedules them; while none runs, all answers advance together,
 step by step (processor sharing: a step's length depends on how many there are and what they hold).
+What the host does for a request (reading, tokenizing, scheduling) is one process's work: requests
+queue for it before they wait for the GPUs.
 Who is prefilled next, what leaves a tier, what a quota allows, when a page ages and whether a lower
 tier is worth loading from are decided by the code that decides it in the server.
 
@@ -10,7 +12,7 @@ Copies from host memory run while the model computes; those from the disk start 
 arrives and share one channel. A request waits for them no longer than the choice promised.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -56,6 +58,7 @@ class Load:
     """Seconds for which an engine computed prompts, and for which requests waited for something."""
 
     prefill: float = 0.0
+    host: float = 0.0
     no_room: float = 0.0
     no_place: float = 0.0
     disk: float = 0.0
@@ -97,8 +100,12 @@ class _Engine:
         self._most = most
         self._load = load
         self._blocked: str | None = None
+        self._step: float | None = None
+        self._host: deque[tuple[float, PlanRequest]] = deque()
+        self._host_free = 0.0
         self._fair = FairShares(weight)
         self._waiting: deque[tuple[Waiting, PlanRequest]] = deque()
+        self._tenants: Counter[TenantId] = Counter()
         self._decoding = _Decoding()
         self._numbers = count()
         self._own_numbers: dict[str, Iterator[int]] = {}
@@ -109,6 +116,10 @@ class _Engine:
 
     def next_event(self) -> float:
         """Return when something happens here without another arrival; infinity: never."""
+        at_host = self._host[0][0] if self._host else inf
+        return min(at_host, self._next_on_gpu())
+
+    def _next_on_gpu(self) -> float:
         if self._prefill is not None:
             return self._prefill[0]
         if self._decoding.ends:
@@ -120,7 +131,9 @@ class _Engine:
         """Let everything happen until ``to``, and yield the requests that end."""
         while (event := self.next_event()) <= to:
             self._decode_until(event)
-            if self._prefill is not None:
+            if self._host and self._host[0][0] <= event:
+                self._wait(self._host.popleft()[1])
+            elif self._prefill is not None:
                 self._end_prefill()
             else:
                 yield self._end_answer()
@@ -136,19 +149,31 @@ class _Engine:
         self.now = then
 
     def _step_seconds(self) -> float:
-        running = len(self._decoding.ends)
-        return self._cluster.decode_seconds(running, self._decoding.tokens)
+        if self._step is None:
+            running = len(self._decoding.ends)
+            self._step = self._cluster.decode_seconds(running, self._decoding.tokens)
+        return self._step
 
     # ---- requests
 
     def arrive(self, request: PlanRequest) -> None:
         """Take in a request at its time."""
+        seconds = self._cluster.efficiency.host_seconds
+        if not seconds:
+            self._wait(request)
+            self._begin_prefill()
+            return
+        self._load.host += seconds
+        self._host_free = max(self._host_free, self.now) + seconds
+        self._host.append((self._host_free, request))
+
+    def _wait(self, request: PlanRequest) -> None:
         tenant = TenantId(request.tenant)
+        self._tenants[tenant] += 1
         self._fair.arrive(tenant)
         number = next(self._own_numbers.setdefault(request.tenant, count()))
         waiting = Waiting(tenant, next(self._numbers), number, request.prompt)
         self._waiting.append((waiting, request))
-        self._begin_prefill()
 
     def _begin_prefill(self) -> None:
         self._blocked = None
@@ -167,7 +192,8 @@ class _Engine:
             self._blocked = "no_room"
             return
         del self._waiting[place]
-        self._fair.observe({each.tenant for each, _ in self._waiting} | {waiting.tenant})
+        self._fair.observe(self._tenants.keys())
+        self._leave(waiting.tenant)
         served = Served(request, known=known)
         release: Callable[[], None] = _nothing
         if placed is not None:
@@ -176,6 +202,11 @@ class _Engine:
         ready = self._ready(served, placed.choice if placed is not None else {})
         self._load.prefill += ready - self.now
         self._prefill = (ready, served, release)
+
+    def _leave(self, tenant: TenantId) -> None:
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
 
     def _next_place(self) -> int:
         if len(self._waiting) == 1:
@@ -202,9 +233,11 @@ class _Engine:
         # What a request costs besides its kernels keeps its client waiting as well.
         more_steps = self._cluster.efficiency.request_seconds / self._step_seconds()
         self._decoding.add(next(self._numbers), served, release, more_steps)
+        self._step = None
 
     def _end_answer(self) -> Served:
         served, release = self._decoding.pop()
+        self._step = None
         release()
         served.end = self.now
         self._tiers.answered(served.request)

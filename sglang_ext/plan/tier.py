@@ -29,10 +29,6 @@ from sglang_ext.types import Owner, OwnerLimits, Tier
 
 __all__ = ["Held", "SimulatedTier"]
 
-_NOTHING = torch.zeros(1 << 16, dtype=torch.int64)
-"""Stands for all indices of slots: they are cut and counted, never read."""
-
-
 _AHEAD = 100
 """Room is made for a hundredth of the tier at once: the server keeps a watermark free."""
 
@@ -42,6 +38,28 @@ class Held(NamedTuple):
 
     present: int
     release: Callable[[], None]
+
+
+class _Slots:
+    """So many slots, cut and counted as a tensor of their indices is, but never read."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> "_Slots":
+        start, stop, _ = part.indices(self._count)
+        return _Slots(max(0, stop - start))
+
+    def numel(self) -> int:
+        return self._count
+
+    def clone(self) -> "_Slots":
+        return self
 
 
 class _Pool:
@@ -60,15 +78,11 @@ class _Pool:
     def schedulable_available_size(self) -> int:
         return self._free
 
-    def alloc(self, count: int) -> torch.Tensor:
+    def alloc(self, count: int) -> None:
         self._free -= count
-        return _NOTHING[:count]
 
-    def free(self, slots: torch.Tensor) -> None:
-        self._free += slots.numel()
-
-    def free_segment(self, slots: torch.Tensor, start_pos: int = 0) -> None:
-        self._free += slots.numel()
+    def free_segment(self, slots: _Slots, start_pos: int = 0) -> None:
+        self._free += len(slots)
 
     def get_kvcache(self) -> Any:
         return SimpleNamespace(store_dtype=torch.bfloat16, page_size=1)
@@ -128,17 +142,14 @@ class SimulatedTier:
 
     def put(self, owner: Owner, text: "array[int]") -> bool:
         """Put ``text`` here; the next victims make room. False where too little may go."""
-        key = RadixKey(text, frame(owner))
-        present, node = self._match(key)
-        return self._insert(owner, key, present, node) is not None
+        return self._put(owner, text) is not None
 
     def hold(self, owner: Owner, text: "array[int]") -> Held | None:
         """Put ``text`` here and keep it; None, and nothing changed, where too little may go."""
-        key = RadixKey(text, frame(owner))
-        present, node = self._match(key)
-        last = self._insert(owner, key, present, node)
-        if last is None:
+        put = self._put(owner, text)
+        if put is None:
             return None
+        present, last = put
         cache, lock = self._cache, self._cache.inc_lock_ref(last).to_dec_params()
 
         def release() -> None:
@@ -146,22 +157,28 @@ class SimulatedTier:
 
         return Held(present, release)
 
-    def _match(self, key: RadixKey) -> tuple[int, Any]:
+    def _put(self, owner: Owner, text: "array[int]") -> tuple[int, Any] | None:
+        """Add what is missing of ``text``; return how much was there, and the last node."""
+        key = RadixKey(text, frame(owner))
+        if len(text) <= self._pool.available_size() and not self._has_hard_quota(owner):
+            return self._insert(key)
         found = self._cache.match_prefix(MatchPrefixParams(key=key))
-        return int(found.device_prefix_len), found.last_device_node
-
-    def _insert(self, owner: Owner, key: RadixKey, present: int, node: Any) -> Any:
-        """Add what is missing behind ``present`` units; the last node, None: there is no room."""
-        missing = len(key) - present
-        if missing <= 0:
-            return node
-        if not self._make_room(owner, missing, node):
+        missing = len(text) - found.device_prefix_len
+        if missing and not self._make_room(owner, missing, found.last_device_node):
             return None
-        self._pool.alloc(missing)
-        value = _NOTHING[: len(key)]
-        return self._cache.insert(
-            InsertParams(key=key, value=value, prev_prefix_len=present)
-        ).last_device_node
+        return self._insert(key)
+
+    def _insert(self, key: RadixKey) -> tuple[int, Any]:
+        count = len(key)
+        # All of it counts as found before, so that the tree gives no slot back: the pool lends
+        # them once it is known how many were missing.
+        params = InsertParams(key=key, value=_Slots(count), prev_prefix_len=count)
+        added = self._cache.insert(params)
+        self._pool.alloc(count - added.prefix_len)
+        return added.prefix_len, added.last_device_node
+
+    def _has_hard_quota(self, owner: Owner) -> bool:
+        return self._limited and self._cache.limits(owner).hard
 
     def _make_room(self, owner: Owner, missing: int, node: Any) -> bool:
         """Free what is missing, and some more at once, but nothing of the path to ``node``."""

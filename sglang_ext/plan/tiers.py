@@ -61,6 +61,9 @@ class _Known:
 
     blocks: set[int] = field(default_factory=set)
 
+    def add(self, text: "array[int]") -> None:
+        self.blocks.update(text[self.prefix(text) :])
+
     def prefix(self, text: "array[int]") -> int:
         count = len(text)
         # Beginnings of what is known are known, so the end can be looked for in halves.
@@ -163,7 +166,7 @@ class TierStack:
     def computed(self, request: PlanRequest) -> None:
         """Take note that a prompt was computed: from now on it is known."""
         owner = self.owner(request.tenant)
-        self._known.setdefault(owner, _Known()).blocks.update(request.blocks)
+        self._known.setdefault(owner, _Known()).add(request.blocks)
 
     def answered(self, request: PlanRequest) -> None:
         """Take note that an answer was computed, and copy it down with its prompt."""

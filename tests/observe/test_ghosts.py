@@ -28,13 +28,23 @@ def test_as_many_as_a_full_memory_would_say(prompts: list[tuple[str, list[int], 
     for prompt in prompts:
         namespace, tokens, cached = prompt
         expected = _expected(seen, prompt)
-        assert ghosts.computed(namespace, array("q", tokens), cached, 4) == expected
+        assert ghosts.computed(namespace, array("q", tokens), cached, 4).again == expected
 
 
 def test_the_memory_only_forgets() -> None:
     ghosts = GhostPages(slots=64)
     texts = [array("q", range(start, start + 161)) for start in range(0, 100_000, 1000)]
-    assert sum(ghosts.computed("t:a", text, 0, 16) for text in texts) == 0
-    last = ghosts.computed("t:a", texts[-1], 0, 16)
+    assert sum(ghosts.computed("t:a", text, 0, 16).again for text in texts) == 0
+    last = ghosts.computed("t:a", texts[-1], 0, 16).again
     assert 0 < last <= 160
-    assert ghosts.computed("t:a", texts[0], 0, 16) < 160
+    assert ghosts.computed("t:a", texts[0], 0, 16).again < 160
+
+
+def test_idle_is_the_time_since_the_last_use_whether_cached_or_computed() -> None:
+    times = iter([100, 100, 107, 127, 128])
+    ghosts = GhostPages(clock=lambda: next(times))
+    short, long = array("q", range(33)), array("q", range(65))
+    prompts = ((short, 0), (long, 32), (long, 64), (short, 0))
+    seen = [ghosts.computed("t:a", text, cached, 16) for text, cached in prompts]
+    assert [one.idle.tolist() for one in seen] == [[], [7, 7], [20] * 4, [1, 1]]
+    assert [one.again for one in seen] == [0, 0, 0, 32]

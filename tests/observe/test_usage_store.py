@@ -200,6 +200,27 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "text.db").read_text().startswith("this is no database")
 
 
+def test_a_file_of_format_1_is_taken_over_while_its_server_still_writes(tmp_path: Path) -> None:
+    path, old = tmp_path / "usage.db", AMOUNTS[: AMOUNTS.index("reused_tokens")]
+    columns = ", ".join(f"{name} NOT NULL DEFAULT 0" for name in old)
+    insert = "INSERT INTO usage (hour, tenant, requests) VALUES (?, 'a', 3)"
+    with sqlite3.connect(path) as db:
+        db.execute(f"CREATE TABLE usage (hour, tenant, {columns}, PRIMARY KEY (hour, tenant))")
+        db.execute("CREATE TABLE writers (name TEXT PRIMARY KEY, batch INTEGER NOT NULL)")
+        db.execute(insert, (0,))
+        db.execute("PRAGMA user_version = 1")
+    store = UsageStore(path)
+    store.add("w", 1, {Cell(0, "a"): {"reused_tokens": 5, "requests": 1}})
+    with sqlite3.connect(path) as db:
+        db.execute(insert, (HOUR,))
+    assert _sums(store) == {
+        (Cell(0, "a"), "requests"): 4,
+        (Cell(0, "a"), "reused_tokens"): 5,
+        (Cell(HOUR, "a"), "requests"): 3,
+    }
+    assert UsageStore(path).read(*_EVER) == store.read(*_EVER)
+
+
 @given(st.lists(st.tuples(st.floats(0, 3 * HOUR), st.integers(0, 1000)), max_size=8))
 def test_token_seconds_are_spread_over_their_hours(steps: list[tuple[float, int]]) -> None:
     store, clock = UsageStore(Path(":memory:")), _Clock()
