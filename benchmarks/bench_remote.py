@@ -23,8 +23,9 @@ from report import Report, arguments
 from sglang_ext.tiering.caps import Caps
 from sglang_ext.tiering.file_io import aligned_buffer
 from sglang_ext.tiering.page_format import HEADER_BYTES, Fingerprint
+from sglang_ext.tiering.remote_config import RemoteConfig
 from sglang_ext.tiering.remote_mooncake import MooncakeAddress, MooncakeObjects, check_installed
-from sglang_ext.tiering.remote_store import RemoteConfig, RemoteStore
+from sglang_ext.tiering.remote_store import RemoteStore
 from sglang_ext.tiering.transfers import PageRef, copy_from, copy_into
 from sglang_ext.types import Owner
 
@@ -77,6 +78,7 @@ class Sides:
         self.pages = [aligned_buffer(size) for _ in range(BATCH)]
         for page in self.pages:
             page[:] = os.urandom(size)
+        self.fill, self.deliver = copy_from(self.pages), copy_into(self.pages)
         self.bare = aligned_buffer(BATCH * (size + HEADER_BYTES))
         self.client = self.objects._connected()
         address_of = ctypes.addressof(ctypes.c_char.from_buffer(self.bare))
@@ -105,8 +107,8 @@ class Sides:
     def _ours(self, form: str, pages: range) -> Run:
         refs = [PageRef(OWNERS[form], b"%016d" % page) for page in pages]
         sizes = [self.size] * len(refs)
-        put = timed(lambda: self.store.put_batch(refs, sizes, copy_from(self.pages)))
-        get = timed(lambda: self.store.get_batch(refs, copy_into(self.pages)))
+        put = timed(lambda: self.store.put_batch(refs, sizes, self.fill))
+        get = timed(lambda: self.store.get_batch(refs, self.deliver))
         self.store.delete(refs)
         return {f"put, {form}": put, f"get, {form}": get}
 

@@ -12,7 +12,7 @@ same bytes. Reading bad data is not an error: every check returns a ``Reject``.
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from xxhash import xxh3_128
@@ -32,6 +32,7 @@ __all__ = [
     "judge",
     "lay_out",
     "parse_header",
+    "read_page",
     "read_tag",
     "read_written_ms",
     "set_tag",
@@ -45,10 +46,19 @@ MAX_KEY_BYTES = 128
 _MAGIC = b"sgl-ext\0"
 # magic, version, bytes used, checksum, tag, salt, nonce, body bytes, written (ms), five lengths
 _FIXED = struct.Struct("<8sII16s16s16s12sQQ5H")
+_BEGIN = struct.Struct("<8sII")
 _CHECKSUM = slice(16, 32)
 _TAG = slice(32, 48)
-_WRITTEN_MS = struct.Struct("<Q")
-_WRITTEN_AT = struct.calcsize("<8sII16s16s16s12sQ")
+_SALT = slice(48, 64)
+_NONCE = slice(64, 76)
+_SIZES = struct.Struct("<QQ")
+_SIZES_AT = 76
+_LENGTHS = struct.Struct("<5H")
+_NAMES_AT = 92
+"""Where the lengths of the names begin, and then they themselves."""
+_OWNERS_KEPT = 1024
+"""Of so many owners it is remembered how their headers begin."""
+_STENCILS_KEPT = 64
 _NO_SALT = bytes(16)
 _NO_NONCE = bytes(12)
 
@@ -73,6 +83,15 @@ class Reject(StrEnum):
     """In the clear, though its owner asks for encryption."""
     NO_KEY = "no_key"
     """The owner's key was destroyed, or is not the one that sealed the page."""
+
+
+_OTHER = (
+    Reject.OTHER_MODEL,
+    Reject.OTHER_FORMAT,
+    Reject.OTHER_RANK,
+    Reject.OTHER_OWNER,
+    Reject.OTHER_KEY,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,23 +145,16 @@ def lay_out(page: memoryview, header: PageHeader) -> None:
 
     Raises ValueError when the names do not fit in the block.
     """
-    names = [*header.groups, header.owner.encode(), header.key]
-    used = _FIXED.size + sum(map(len, names))
+    begin, names = _named(header.groups, header.owner, len(header.key))
+    end = _NAMES_AT + len(names)
+    used = end + len(header.key)
     if used > HEADER_BYTES or len(header.key) > MAX_KEY_BYTES:
         raise ValueError(f"too long: header of {used} bytes, key of {len(header.key)} bytes")
-    fixed = _FIXED.pack(
-        _MAGIC,
-        FORMAT_VERSION,
-        used,
-        bytes(16),
-        bytes(16),
-        header.salt,
-        header.nonce,
-        header.body_bytes,
-        header.written_ms,
-        *map(len, names),
-    )
-    page[:HEADER_BYTES] = b"".join([fixed, *names]).ljust(HEADER_BYTES, b"\0")
+    page[:HEADER_BYTES] = _stencil(begin, names, header.body_bytes, header.written_ms)
+    page[end:used] = header.key
+    if header.encrypted:
+        page[_SALT] = header.salt
+        page[_NONCE] = header.nonce
 
 
 def associated_data(page: memoryview) -> bytes:
@@ -171,7 +183,7 @@ def parse_header(page: memoryview) -> PageHeader | Reject:
         return Reject.VERSION
     if used != _FIXED.size + sum(lengths) or used > HEADER_BYTES:
         return Reject.CORRUPT
-    model, form, rank, owner, key = _split(page, lengths)
+    model, form, rank, owner, key = _split(bytes(page[_FIXED.size : used]), lengths)
     try:
         name = Owner(owner.decode())
     except UnicodeDecodeError:
@@ -182,8 +194,37 @@ def parse_header(page: memoryview) -> PageHeader | Reject:
 def check_page(page: memoryview) -> PageHeader | Reject:
     """Read the header and check length and checksum; hashes the body (tens of GB/s)."""
     header = parse_header(page)
+    return header if isinstance(header, Reject) else _whole(page, header)
+
+
+def read_page(
+    page: memoryview, fingerprint: Fingerprint, owner: Owner, key: bytes
+) -> PageHeader | Reject:
+    """Do the same, and refuse every page but the one that is asked for."""
+    asked = _read_as(page, fingerprint.groups, owner, key)
+    if asked is not None:
+        return _whole(page, asked)
+    header = check_page(page)
     if isinstance(header, Reject):
         return header
+    return judge(header, fingerprint, owner, key) or header
+
+
+def _read_as(
+    page: memoryview, groups: tuple[bytes, bytes, bytes], owner: Owner, key: bytes
+) -> PageHeader | None:
+    """Return the header if it names exactly these, at a fraction of what it costs to take apart."""
+    begin, names = _named(groups, owner, len(key))
+    used = _NAMES_AT + len(names) + len(key)
+    head = bytes(page[:used])
+    fits = used <= HEADER_BYTES <= len(page)
+    if not (fits and head.startswith(begin) and head[_NAMES_AT:] == names + key):
+        return None
+    body_bytes, written_ms = _SIZES.unpack_from(head, _SIZES_AT)
+    return PageHeader(groups, owner, key, body_bytes, written_ms, head[_SALT], head[_NONCE])
+
+
+def _whole(page: memoryview, header: PageHeader) -> PageHeader | Reject:
     if HEADER_BYTES + header.body_bytes > len(page):
         return Reject.TRUNCATED
     if page[_CHECKSUM] != _checksum(page, header.body_bytes):
@@ -193,25 +234,22 @@ def check_page(page: memoryview) -> PageHeader | Reject:
 
 def judge(header: PageHeader, fingerprint: Fingerprint, owner: Owner, key: bytes) -> Reject | None:
     """Tell why a whole page is not the one that was asked for; None when it is."""
-    reasons = (
-        (header.groups[0], fingerprint.groups[0], Reject.OTHER_MODEL),
-        (header.groups[1], fingerprint.groups[1], Reject.OTHER_FORMAT),
-        (header.groups[2], fingerprint.groups[2], Reject.OTHER_RANK),
-        (header.owner, owner, Reject.OTHER_OWNER),
-        (header.key, key, Reject.OTHER_KEY),
-    )
-    return next((reason for found, wanted, reason in reasons if found != wanted), None)
+    found = (*header.groups, header.owner, header.key)
+    wanted = (*fingerprint.groups, owner, key)
+    if found == wanted:
+        return None
+    fields = zip(_OTHER, found, wanted, strict=True)
+    return next(reason for reason, is_there, asked in fields if is_there != asked)
 
 
 def decode(
     page: memoryview, fingerprint: Fingerprint, owner: Owner, key: bytes
 ) -> memoryview | Reject:
     """Return the stored body (ciphertext when encrypted) if it is whole and the one asked for."""
-    header = check_page(page)
+    header = read_page(page, fingerprint, owner, key)
     if isinstance(header, Reject):
         return header
-    reason = judge(header, fingerprint, owner, key)
-    return reason or page[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
+    return page[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
 
 
 def read_tag(page: memoryview) -> bytes:
@@ -221,7 +259,7 @@ def read_tag(page: memoryview) -> bytes:
 
 def read_written_ms(page: memoryview) -> int:
     """Return when a page was written, as its header says, which may be damaged."""
-    written: int = _WRITTEN_MS.unpack_from(page, _WRITTEN_AT)[0]
+    written: int = _SIZES.unpack_from(page, _SIZES_AT)[1]
     return written
 
 
@@ -231,12 +269,28 @@ def _checksum(page: memoryview, body_bytes: int) -> bytes:
     return digest.digest()
 
 
-def _split(page: memoryview, lengths: list[int]) -> list[bytes]:
-    names, start = [], _FIXED.size
+@lru_cache(maxsize=_OWNERS_KEPT)
+def _named(groups: tuple[bytes, bytes, bytes], owner: Owner, key_bytes: int) -> tuple[bytes, bytes]:
+    """Return how a header begins, and the lengths of all names and those before the key."""
+    names = (*groups, owner.encode())
+    used = _FIXED.size + sum(map(len, names)) + key_bytes
+    lengths = _LENGTHS.pack(*map(len, names), key_bytes)
+    return _BEGIN.pack(_MAGIC, FORMAT_VERSION, used), lengths + b"".join(names)
+
+
+@lru_cache(maxsize=_STENCILS_KEPT)
+def _stencil(begin: bytes, names: bytes, body_bytes: int, written_ms: int) -> bytes:
+    """Return a header block without its key; its checksum, tag, salt and nonce are zero."""
+    sizes = _SIZES.pack(body_bytes, written_ms).rjust(_NAMES_AT - len(begin), b"\0")
+    return (begin + sizes + names).ljust(HEADER_BYTES, b"\0")
+
+
+def _split(names: bytes, lengths: list[int]) -> list[bytes]:
+    found, start = [], 0
     for length in lengths:
-        names.append(bytes(page[start : start + length]))
+        found.append(names[start : start + length])
         start += length
-    return names
+    return found
 
 
 def _join(*fields: str | int) -> bytes:

@@ -10,7 +10,6 @@ from sglang_ext.tiering.remote_keys import SharedKeys
 from sglang_ext.tiering.remote_names import held_pages, key_name, pages_of
 from sglang_ext.tiering.remote_notices import Notices
 from sglang_ext.tiering.remote_objects import Objects
-from sglang_ext.tiering.remote_transfers import Piece
 from sglang_ext.types import Owner
 
 __all__ = ["Deletions"]
@@ -54,9 +53,9 @@ class Deletions:
         with self._lock:
             return Counter(self._begun)
 
-    def survives(self, piece: Piece, begun: Counter[Owner]) -> bool:
+    def survives(self, owner: Owner, begun: Counter[Owner]) -> bool:
         """Tell whether nothing of the owner was deleted since ``begun``."""
-        return self._begun[piece.owner] == begun[piece.owner]
+        return self._begun[owner] == begun[owner]
 
     def owe(self, owners: Iterable[Owner]) -> None:
         """Delete these owners as soon as the store answers."""

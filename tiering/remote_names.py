@@ -11,6 +11,7 @@ name: it is not found, before its header is looked at.
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -32,7 +33,8 @@ __all__ = [
 
 _ROOT = f"sgx{FORMAT_VERSION}"
 _PAGE = re.compile(rf"{_ROOT}-[0-9a-f]{{16}}-([0-9]+)/([^/]*)/[0-9a-f]+")
-
+_OWNERS_KEPT = 1024
+"""Of so many owners it is remembered how they are written."""
 _NOTICE = re.compile(rf"{_ROOT}-gone/([^/]*)/([0-9]{{1,15}})-[0-9a-f]+")
 
 
@@ -95,5 +97,6 @@ def notices(names: Iterable[str]) -> Iterator[Notice]:
             yield Notice(name, Owner(unquote(match[1])), int(match[2]) / 1000)
 
 
+@lru_cache(maxsize=_OWNERS_KEPT)
 def _quoted(owner: Owner) -> str:
     return quote(owner, safe="")

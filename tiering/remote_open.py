@@ -5,9 +5,10 @@ from typing import Any
 
 from sglang_ext.tiering.caps import Caps
 from sglang_ext.tiering.nvme_store import StoreConfig
+from sglang_ext.tiering.remote_config import RemoteConfig
 from sglang_ext.tiering.remote_mooncake import P2P, MooncakeAddress, MooncakeObjects
 from sglang_ext.tiering.remote_objects import Objects
-from sglang_ext.tiering.remote_store import RemoteConfig, RemoteStore
+from sglang_ext.tiering.remote_store import RemoteStore
 from sglang_ext.types import Owner
 
 __all__ = ["open_remote"]

@@ -12,58 +12,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from sglang_ext.tiering.caps import Caps, VictimOrder, furthest_above_share
+from sglang_ext.tiering.caps import Caps
 from sglang_ext.tiering.codec import PageCodec
 from sglang_ext.tiering.counters import Counters
 from sglang_ext.tiering.nvme_store import Usage
-from sglang_ext.tiering.page_format import HEADER_BYTES, Fingerprint, Reject
+from sglang_ext.tiering.page_format import Fingerprint, Reject
 from sglang_ext.tiering.page_store import PageStore
+from sglang_ext.tiering.remote_config import RemoteConfig
 from sglang_ext.tiering.remote_deletions import Deletions
 from sglang_ext.tiering.remote_holdings import Holdings
 from sglang_ext.tiering.remote_keys import SharedKeys
 from sglang_ext.tiering.remote_link import Link
-from sglang_ext.tiering.remote_names import HeldPage, held_pages, page_name, page_prefix
+from sglang_ext.tiering.remote_names import HeldPage, page_name, page_prefix
 from sglang_ext.tiering.remote_notices import Notices
 from sglang_ext.tiering.remote_objects import Objects, StoreSilent
 from sglang_ext.tiering.remote_room import Room
 from sglang_ext.tiering.remote_transfers import Piece, RemoteTransfers
+from sglang_ext.tiering.remote_upkeep import Upkeep
 from sglang_ext.tiering.transfers import Deliver, Fill, PageRef
 from sglang_ext.types import Owner
 
-__all__ = ["RemoteConfig", "RemoteStore"]
-
-_RETRY_S = 0.25
-"""How often it is looked whether a pause is over."""
-_AT_MOST = 50
-"""A list of all names takes time from everything else: at most one part in so many."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteConfig:
-    """What one rank puts into the shared store.
-
-    ``page_bytes`` is the largest body; every page counts as much. ``caps`` bound the whole store,
-    all machines and ranks together. ``copies`` tells whose pages go there, ``lifetime_s`` for how
-    long after it was written a page is good. Nobody waits longer than ``timeout_s``.
-    """
-
-    fingerprint: Fingerprint
-    page_bytes: int
-    caps: Caps
-    depth: int = 4
-    timeout_s: float = 2.0
-    refresh_s: float = 10.0
-    encrypted: Callable[[Owner], bool] = lambda owner: False
-    copies: Callable[[Owner], bool] = lambda owner: True
-    lifetime_s: Callable[[Owner], float] = lambda owner: float("inf")
-    order: VictimOrder = furthest_above_share
-
-    @property
-    def slot_bytes(self) -> int:
-        """What each page counts for, its header included."""
-        return HEADER_BYTES + self.page_bytes
+__all__ = ["RemoteStore"]
 
 
 class RemoteStore(PageStore):
@@ -115,10 +85,20 @@ class RemoteStore(PageStore):
             self._counters,
             clock,
         )
-        self._settled = False
-        """Whether what lies there has the form that the policy wants."""
-        self._closed = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._upkeep = Upkeep(
+            objects,
+            self._link,
+            self._holdings,
+            self._lock,
+            self._deletions,
+            self.notices,
+            self._counters,
+            clock,
+            config.encrypted,
+            config.copies,
+        )
+        self._started = False
+        self._closed = False
         self._background = background
 
     @property
@@ -129,7 +109,7 @@ class RemoteStore(PageStore):
     @property
     def answers(self) -> bool:
         """Whether pages are asked for: the store answered last time, and is as the policy wants."""
-        return self._link.is_open and self._settled
+        return self._link.is_open and self._upkeep.settled
 
     def put_batch(
         self,
@@ -234,7 +214,7 @@ class RemoteStore(PageStore):
         does not answer, all of it is done once it does, and nothing of the owner is read or
         written until then.
         """
-        if self._closed.is_set():
+        if self._closed:
             return 0
         self._deletions.begin([owner])
         held = self.usage(owner)
@@ -267,32 +247,20 @@ class RemoteStore(PageStore):
         the next refresh.
         """
         if encryption_changed:
-            self._settled = False
-        if self._watcher is not None:
+            self._upkeep.settled = False
+        if self._started:
             return
-        self._watcher = threading.Thread(target=self._watch, name="sglang-ext-remote", daemon=True)
+        self._started = True
         self.refresh()
         if self._background:
-            self._watcher.start()
+            self._upkeep.start(self.config.refresh_s, self._end_old)
 
     def refresh(self) -> None:
         """Ask who holds what, do what is owed, and go on where the store was silent.
 
-        Also called in the background, every ``refresh_s``, or more rarely where it takes long.
-        O(pages in the store).
+        Also called in the background, every ``refresh_s``. O(pages in the store).
         """
-        if self._closed.is_set() or not self._link.breaker.allows():
-            return
-        began = self._clock()
-        try:
-            names = self._caught_up()
-        except StoreSilent as error:
-            self._counters.add("silent")
-            self._link.breaker.failed(str(error))
-            return
-        self._link.breaker.worked()
-        with self._lock:
-            self._holdings.settle(held_pages(names), began)
+        self._upkeep.refresh()
 
     def check_integrity(self) -> None:
         """Assert every invariant of the books; for tests."""
@@ -301,23 +269,12 @@ class RemoteStore(PageStore):
 
     def close(self) -> None:
         """Let go of the store; later calls miss. The pages stay."""
-        if self._closed.is_set():
+        if self._closed:
             return
-        self._closed.set()
+        self._closed = True
+        self._upkeep.stop()
         if self._link.stop():
             self._objects.close()
-
-    def _watch(self) -> None:
-        due = time.monotonic() + self.config.refresh_s
-        while not self._closed.wait(_RETRY_S):
-            began = time.monotonic()
-            if self.answers and began < due:
-                continue
-            self.refresh()
-            if self.answers:
-                self._end_old()
-            now = time.monotonic()
-            due = now + max(self.config.refresh_s, _AT_MOST * (now - began))
 
     def _end_old(self) -> None:
         """Delete what this machine wrote and whose time is over."""
@@ -325,21 +282,9 @@ class RemoteStore(PageStore):
         for owner in self.owners():
             self.expire(owner, now - self.config.lifetime_s(owner))
 
-    def _caught_up(self) -> Sequence[str]:
-        """Do what is owed, and return the names of all objects. Raises StoreSilent."""
-        self._deletions.settle()
-        names = self._objects.names()
-        self.notices.read(names, self._clock())
-        if not self._settled:
-            config = self.config
-            if self._deletions.drop_other_form(names, config.encrypted, config.copies):
-                names = self._objects.names()
-            self._settled = True
-        return names
-
     def _begin_deletion(self, refs: Sequence[PageRef]) -> set[Owner]:
         """Return the owners of pages to delete; where that cannot be done now, it is owed."""
-        owners = set() if self._closed.is_set() else {ref.owner for ref in refs}
+        owners = set() if self._closed else {ref.owner for ref in refs}
         self._deletions.begin(owners)
         if owners and not self.answers:
             self._deletions.owe(owners)
@@ -357,21 +302,17 @@ class RemoteStore(PageStore):
         """Return what is to be moved: not pages of owners without a key, or that are owed."""
         if not self.answers:
             return []
-        by_owner: dict[Owner, list[int]] = {}
-        for place, ref in enumerate(refs):
-            if not self._deletions.is_owed(ref.owner):
-                by_owner.setdefault(ref.owner, []).append(place)
-        pieces: list[Piece] = []
-        for owner, places in by_owner.items():
-            keys = [refs[place].key for place in places]
-            filed = self._codec.file_names(owner, keys, writing)
-            if filed is None:
-                self._counters.add(Reject.NO_KEY, len(keys))
-                continue
-            for place, key in zip(places, filed, strict=True):
-                name = page_name(self._prefix, owner, key)
-                pieces.append(Piece(place, owner, key, name, sizes[place]))
-        return sorted(pieces)
+        asked = [
+            (place, ref) for place, ref in enumerate(refs) if not self._deletions.is_owed(ref.owner)
+        ]
+        keys = self._codec.names([ref for _, ref in asked], writing)
+        if None in keys:
+            self._counters.add(Reject.NO_KEY, keys.count(None))
+        return [
+            Piece(place, owner, key, page_name(self._prefix, owner, key), sizes[place])
+            for (place, (owner, _)), key in zip(asked, keys, strict=True)
+            if key is not None
+        ]
 
     def _there(self, pieces: Sequence[Piece]) -> list[bool]:
         """Tell which are there; nothing where nobody answers."""
@@ -382,12 +323,12 @@ class RemoteStore(PageStore):
         """Enter what was written; undo what was deleted meanwhile. Returns what stays."""
         now, slot_bytes = self._clock(), self.config.slot_bytes
         with self._lock:
-            good = [piece for piece in stored if self._deletions.survives(piece, begun)]
+            good = [piece for piece in stored if self._deletions.survives(piece.owner, begun)]
             # The first page of a path is the last to go: nothing is worth anything without it.
             for piece in reversed(good):
                 self._holdings.add(HeldPage(piece.name, piece.owner, slot_bytes), now)
-        late = [piece.name for piece in stored if piece not in good]
-        if late:
+        if len(good) < len(stored):
+            late = [piece.name for piece in set(stored).difference(good)]
             self._link.try_now(lambda: self._objects.remove(late))
         return good
 

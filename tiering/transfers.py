@@ -49,18 +49,20 @@ class PageRef(NamedTuple):
 
 def copy_from(buffers: Sequence[memoryview]) -> Fill:
     """Return a ``Fill`` that takes the bodies from ``buffers``, of the sizes told to the store."""
+    bodies = [_bytes(buffer) for buffer in buffers]
 
     def fill(index: int, body: memoryview) -> None:
-        np.copyto(_bytes(body), _bytes(buffers[index]))
+        np.copyto(_bytes(body), bodies[index])
 
     return fill
 
 
 def copy_into(buffers: Sequence[memoryview]) -> Deliver:
     """Return a ``Deliver`` that copies the bodies into ``buffers``, each of exactly its size."""
+    targets = [_bytes(buffer) for buffer in buffers]
 
     def deliver(index: int, body: memoryview) -> None:
-        np.copyto(_bytes(buffers[index]), _bytes(body))
+        np.copyto(targets[index], _bytes(body))
 
     return deliver
 
@@ -114,18 +116,9 @@ class Transfers:
 
     def names(self, refs: Sequence[PageRef], writing: bool) -> list[bytes | None]:
         """Return the names under which pages are filed; None where an owner has no usable key."""
-        names: list[bytes | None] = [None] * len(refs)
-        by_owner: dict[Owner, list[int]] = {}
-        for place, ref in enumerate(refs):
-            by_owner.setdefault(ref.owner, []).append(place)
-        for owner, places in by_owner.items():
-            keys = [refs[place].key for place in places]
-            filed = self._codec.file_names(owner, keys, writing)
-            if filed is None:
-                self._counters.add(Reject.NO_KEY, len(keys))
-                continue
-            for place, name in zip(places, filed, strict=True):
-                names[place] = name
+        names = self._codec.names(refs, writing)
+        if None in names:
+            self._counters.add(Reject.NO_KEY, names.count(None))
         return names
 
     def put(
@@ -245,9 +238,11 @@ class Transfers:
             # The rest of the last block would otherwise carry bytes of another page to disk.
             used = HEADER_BYTES + job.size
             job.block[used:] = bytes(len(job.block) - used)
-            if not self._codec.seal(job.block, job.owner, job.name, job.size, now_ms):
+            seal = self._codec.sealer(job.owner)
+            if seal is None:
                 self._wipe(jobs)
                 return False
+            seal(job.block, job.name, job.size, now_ms)
         load.write(self._io)
         return True
 
@@ -315,7 +310,7 @@ class Transfers:
             if job.error is not None:
                 self._counters.add(reason_of(job.error))
                 continue
-            body = self._codec.open(job.block, job.owner, job.name)
+            body = self._codec.opener(job.owner)(job.block, job.name)
             if isinstance(body, Reject):
                 self._counters.add(body)
                 continue

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from sglang_ext.tiering.caps import Caps
 from sglang_ext.tiering.page_format import Fingerprint
+from sglang_ext.tiering.remote_config import RemoteConfig
 from sglang_ext.tiering.remote_objects import Objects
-from sglang_ext.tiering.remote_store import RemoteConfig, RemoteStore
+from sglang_ext.tiering.remote_store import RemoteStore
 from sglang_ext.types import Owner
 from tests.tiering.stores import FINGERPRINT, MASTER, FakeClock
 
