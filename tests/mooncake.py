@@ -46,6 +46,9 @@ class Cluster:
             f"--metrics_port={self._admin}",
             f"--metrics_host={_HOST}",
             f"--client_ttl={_FORGET_S}",
+            # What nobody ends to write is given up, and its memory is used for others.
+            "--put_start_discard_timeout_sec=1",
+            "--put_start_release_timeout_sec=2",
         )
 
     def lend(self, size: int) -> Process:
@@ -72,6 +75,13 @@ class Cluster:
                 return len(answer.read().split())
         except OSError:
             return None
+
+    def puts_begun(self) -> float:
+        """Return how many batches anybody began to write."""
+        name = "master_batch_put_start_requests_total"
+        with urllib.request.urlopen(f"{self.address.admin_url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
     def stop(self) -> None:
         """End every process."""
