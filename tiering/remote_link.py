@@ -17,6 +17,10 @@ _WIDTH = 1
 """So many threads work on one batch. More only get into each other's way, measured on two cores
 over loopback; the others are there for other batches and questions."""
 
+_NICENESS = 5
+"""Mooncake's client spins while it waits for a transfer, so these threads give way to those that
+move the bytes, and to the model's. No more, as they hold the interpreter's lock at times."""
+
 
 class Link:
     """The threads that talk to the store, and whether it is worth talking to. Thread-safe.
@@ -27,7 +31,7 @@ class Link:
     def __init__(self, depth: int, timeout_s: float, counters: Counters) -> None:
         self.timeout_s = timeout_s
         self.breaker = Breaker(time.monotonic)
-        self._workers = Workers(depth)
+        self._workers = Workers(depth, _NICENESS)
         self._counters = counters
         self._stopped = False
 

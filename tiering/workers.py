@@ -29,6 +29,7 @@ _THREADS_A_CORE = 2  # one computes while the other waits for the disk
 _PROBE_BYTES = 16 * 2**20
 _PROBE_BLOCK_BYTES = 256 * 2**10
 _GOOD_ENOUGH = 0.95
+_NICEST = 19
 _local = threading.local()
 
 
@@ -121,9 +122,13 @@ class Batch:
 
 
 class Workers:
-    """``depth`` daemon threads: one that hangs in the kernel keeps neither us nor Python's exit."""
+    """``depth`` daemon threads: one that hangs in the kernel keeps neither us nor Python's exit.
 
-    def __init__(self, depth: int) -> None:
+    ``niceness``: by how much they give way to all other threads.
+    """
+
+    def __init__(self, depth: int, niceness: int = 0) -> None:
+        self._niceness = niceness
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._loop, name=f"sglang-ext-store-{number}", daemon=True)
@@ -152,8 +157,18 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _loop(self) -> None:
+        # A sandbox may forbid it.
+        with suppress(OSError):
+            _give_way(self._niceness)
         while (task := self._queue.get()) is not None:
             task()
+
+
+def _give_way(niceness: int) -> None:
+    """Raise the niceness of this thread; that of the process is the one of its main thread."""
+    thread = threading.get_native_id()
+    wanted = os.getpriority(os.PRIO_PROCESS, thread) + niceness
+    os.setpriority(os.PRIO_PROCESS, thread, min(wanted, _NICEST))
 
 
 def measure_depth(folder: Path, io: FileIO) -> int:

@@ -1,5 +1,6 @@
 """Batches end at their deadline and leave the caller's memory alone afterwards."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -28,6 +29,19 @@ def test_every_page_is_worked_on_once(together: int) -> None:
     assert sorted(seen) == list(range(100))
     assert outcome.results == [place != 7 for place in range(100)]
     assert (outcome.late, outcome.error) == (0, None)
+    assert workers.stop(LONG_S)
+
+
+def test_threads_may_give_way_to_others() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+    workers = Workers(1, niceness=3)
+    batch = Batch(1, lambda batch, places: found.append(niceness()))
+    workers.start(batch)
+    batch.wait(LONG_S)
+    assert found == [min(19, niceness() + 3)]
     assert workers.stop(LONG_S)
 
 
