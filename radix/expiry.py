@@ -1,14 +1,18 @@
 """Rule 1 of the order of victims: leaves that outlived their time go before any other.
 
 It stands in front of another strategy. Who has an expired leaf is found by whoever keeps the time
-(O(owners), now and then); between two such rounds owners only fall out of the set, as soon as their
-oldest leaf is no longer expired. Reserves hold here too: an owner gives what it has to spare.
-Amortised O(1) a victim.
+(O(owners), now and then); between two such rounds owners only fall out, as soon as their oldest
+leaf is no longer expired. Reserves hold here too: an owner gives what it has to spare.
+
+Of several owners with expired leaves the one whose oldest leaf was not used for longest gives
+first. Where most of what a tier holds has outlived its time, as in any tier that is large for its
+load, victims are thus those of plain LRU, which finds the most hits; shares decide about the rest.
+Amortised O(log owners) a victim.
 """
 
 from collections.abc import Callable
 
-from sglang_ext.radix.order import OwnerStrategy, Reason, Terms
+from sglang_ext.radix.order import LeastRecent, OwnerStrategy, Reason, Terms
 from sglang_ext.types import Owner
 
 __all__ = ["ExpiredFirst"]
@@ -17,8 +21,8 @@ __all__ = ["ExpiredFirst"]
 class ExpiredFirst:
     """The strategy of one tier.
 
-    ``owners`` may have an expired leaf, others have none. A dictionary, because its order is the
-    same on every rank.
+    ``owners`` may have an expired leaf, others have none; it is emptied as they are taken note of.
+    A dictionary, because its order is the same on every rank.
     """
 
     def __init__(
@@ -33,9 +37,12 @@ class ExpiredFirst:
         self._owners = owners
         self._is_expired = is_expired
         self._may_give = may_give
+        self._recency = LeastRecent()
         self._chosen: Owner | None = None
 
     def lowered(self, owner: Owner, oldest: float) -> None:
+        if owner in self._recency:
+            self._recency.lowered(owner, oldest)
         self._inner.lowered(owner, oldest)
 
     def first(self, oldest: Callable[[Owner], float | None]) -> Owner | None:
@@ -47,11 +54,15 @@ class ExpiredFirst:
         return terms._replace(reason=Reason.TTL) if owner == self._chosen else terms
 
     def _expired_owner(self, oldest: Callable[[Owner], float | None]) -> Owner | None:
-        """Return the first that gives; who does not is asked again after the next round."""
-        owners = self._owners
-        while owners:
-            owner = next(iter(owners))
-            if oldest(owner) is not None and self._is_expired(owner) and self._may_give(owner):
-                return owner
-            del owners[owner]
-        return None
+        """Return the one that gives; who does not is asked again after the next round."""
+        while self._owners:
+            owner, _ = self._owners.popitem()
+            stamp = oldest(owner)
+            if stamp is not None and owner not in self._recency:
+                self._recency.lowered(owner, stamp)
+        return self._recency.first(lambda owner: self._expired_stamp(owner, oldest))
+
+    def _expired_stamp(self, owner: Owner, oldest: Callable[[Owner], float | None]) -> float | None:
+        stamp = oldest(owner)
+        gives = stamp is not None and self._is_expired(owner) and self._may_give(owner)
+        return stamp if gives else None

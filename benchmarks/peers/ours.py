@@ -12,15 +12,18 @@ from benchmarks.peers.sglang import flags
 
 __all__ = ["FP8", "ONE_TIER", "THREE_TIERS"]
 
+_TIMES = "defaults: {ttl: {hbm: 1s, cpu: 5s}}\n"
+"""How long shares protect a page that nobody uses. The small pools turn over in 5 to 10 seconds,
+those of the reference machine in minutes; times are scaled with them."""
+
 
 @contextmanager
 def _run(tiers: bool, dtype: str, budget: Budget, folder: Path) -> Iterator[Running]:
     policy = write_policy(folder, budget.tenants)
-    if tiers:
-        # FP8: as many tokens, half the bytes.
-        size = budget.cpu_bytes // (1 if dtype == "auto" else 2)
-        with policy.open("a", encoding="utf-8") as file:
-            file.write(_tiers(size, budget.disk, folder / "pages"))
+    # FP8: as many tokens, half the bytes.
+    size = budget.cpu_bytes // (1 if dtype == "auto" else 2)
+    with policy.open("a", encoding="utf-8") as file:
+        file.write(_TIMES + (_tiers(size, budget.disk, folder / "pages") if tiers else ""))
     own = ["--tenant-policy", str(policy), "--kv-cache-dtype", dtype]
     with engine("ours", "sglang_ext.launch_server", PORT, [*own, *flags(budget.hbm)]) as server:
         yield Running(server, (server.pid,))

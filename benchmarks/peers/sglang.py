@@ -21,7 +21,7 @@ _REPORTS = ["--enable-metrics", "--enable-cache-report"]
 
 def flags(tokens: int) -> list[str]:
     """Return the flags of every SGLang here, ours included."""
-    return [*demo_flags(tokens), "--served-model-name", MODEL, "--chunked-prefill-size", "256"]
+    return [*demo_flags(tokens), "--served-model-name", MODEL, "--chunked-prefill-size", "1024"]
 
 
 @contextmanager
