@@ -43,7 +43,7 @@ class Sockets:
             max_total_num_tokens=1000,
             dp_budget=DPBudget(3),
         )
-        (self.hook,) = rank_hooks(lambda capacity: self.made.append(capacity) or router)
+        self.hook, _ = rank_hooks(lambda capacity: self.made.append(capacity) or router)
 
     def dispatch(self, **fields: Any) -> None:
         req = SimpleNamespace(**{"routed_dp_rank": None, "input_ids": [1, 2, 3], **fields})
@@ -80,10 +80,26 @@ def test_a_rank_that_was_named_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sglang_has_what_the_hook_needs() -> None:
-    (hook,) = rank_hooks(lambda capacity: Recorder(0))
-    name = hook.target.rpartition(".")[2]
-    check_signature(getattr(DataParallelController, name), hook.parameters)
-    assert name == f"{RANK_METHOD}_scheduler"
+    names = []
+    for hook in rank_hooks(lambda capacity: Recorder(0)):
+        names.append(hook.target.rpartition(".")[2])
+        check_signature(getattr(DataParallelController, names[-1]), hook.parameters)
+    assert names == [f"{RANK_METHOD}_scheduler", "get_init_info"]
+
+
+def test_ranks_with_other_room_end_the_start_with_the_numbers() -> None:
+    _, hook = rank_hooks(lambda capacity: Recorder(0))
+
+    def start(*tokens: int) -> Any:
+        infos = [{"max_total_num_tokens": count} for count in tokens]
+        return hook.function(lambda _: "started", SimpleNamespace(_scheduler_init_infos=infos))
+
+    assert start(1000) == start(1000, 1000) == start(1000, 1090) == "started"
+    with pytest.raises(
+        UnsupportedError, match="20000, 16000 tokens: the smallest .* 89%"
+    ) as refused:
+        start(20000, 16000)
+    assert "--max-total-tokens 16000" in str(refused.value)
 
 
 _MODEL = ["--model-path", "unused", "--device", "cpu"]
