@@ -3,13 +3,14 @@
 import random
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from sglang_ext.plan.hardware import GPUS, Cluster, Efficiency, Model
 from sglang_ext.plan.published import cluster_72b
 from sglang_ext.plan.requests import PlanRequest, rag_requests
-from sglang_ext.plan.simulator import Served, simulate
+from sglang_ext.plan.simulator import Load, Served, simulate
 from sglang_ext.plan.tier import SimulatedTier
 from sglang_ext.plan.tiers import Sizes, TierStack
 from sglang_ext.plan.workload import RagShape, RagTraffic, distinct_tokens, rag_turns
@@ -116,6 +117,18 @@ def test_a_queue_is_served_one_after_the_other() -> None:
     one = _CLUSTER.prefill_seconds(1_000, 0) + _CLUSTER.efficiency.step_seconds
     gaps = [b - a for a, b in zip(waits, waits[1:], strict=False)]
     assert gaps == pytest.approx([one] * 9)
+
+
+def test_requests_queue_for_the_one_process_of_the_host() -> None:
+    cluster = replace(_CLUSTER, efficiency=Efficiency(host_seconds=0.5))
+    burst = [_request(0.0, range(n * 100, n * 100 + 100), conversation=n) for n in range(5)]
+    stack, load = TierStack(Sizes(block=10, hbm=20_000)), Load()
+    waits = sorted(each.ttft for each in simulate(burst, cluster, stack, load=load))
+    steps = cluster.efficiency
+    compute = cluster.prefill_seconds(1_000, 0) + steps.step_seconds + steps.request_seconds
+    assert compute < 0.5
+    assert waits == pytest.approx([0.5 * (n + 1) + compute for n in range(5)])
+    assert load.host == pytest.approx(2.5)
 
 
 def test_a_tenant_that_sent_little_goes_before_one_that_floods() -> None:
