@@ -23,6 +23,7 @@ __all__ = ["Gateway"]
 Scope = MutableMapping[str, Any]
 
 _TRY_AGAIN_LATER = 1013
+_NONE = "No engine is running now; try again shortly."
 _NO_SOCKETS = "WebSockets do not go through the gateway; they need a server with one engine."
 
 
@@ -70,17 +71,15 @@ class Gateway:
             await _refuse(scope, send, 400, message)
         elif target.engine is not None and target.engine not in self._engines:
             await _refuse(scope, send, 400, f"X-Engine: expected one of {names}.")
-        elif target.every and len(self._asked(target)) > 1:
-            await self._ask_all(self._asked(target), scope, receive, send)
+        elif target.every and len(self._all(target)) > 1:
+            await self._ask_all(_asked(self._all(target), scope), scope, receive, send)
         else:
             await self._ask_one(target, scope, receive, send)
 
-    def _asked(self, target: Target) -> Sequence[Engine]:
-        """Return who answers together; one that is out of service and off has nothing to say."""
+    def _all(self, target: Target) -> Sequence[Engine]:
         routing = self._routing
         names = routing.names if target.tenant is None else routing.engines_of(target.tenant)
-        engines = [self._engines[name] for name in names]
-        return [engine for engine in engines if engine.drain is None or engine.is_ready]
+        return [self._engines[name] for name in names]
 
     async def _ask_one(self, target: Target, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the best engine answer, chosen when the request is there and not before."""
@@ -122,11 +121,27 @@ class Gateway:
         self, engines: Sequence[Engine], scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
+            if not engines:
+                raise ServerError(_NONE)
             answer = await self._fan_out.relay(engines, scope, receive)
         except ServerError as error:
             await _refuse(scope, send, 503, str(error))
             return
         await _send(send, answer.status, answer.body, answer.content_type)
+
+
+def _asked(engines: Sequence[Engine], scope: Scope) -> Sequence[Engine]:
+    """Return who answers together: all, but no engine that is off and has nothing to say.
+
+    That is one out of service, and a node, which may be off for long, where nothing is changed
+    that it would have to know of when it is back.
+    """
+    asks = scope["method"] in {"GET", "HEAD"} or scope["path"] == "/abort_request"
+    return [
+        engine
+        for engine in engines
+        if engine.is_ready or not (engine.drain is not None or (asks and engine.spec.url))
+    ]
 
 
 async def _refuse(scope: Scope, send: Send, status: int, message: str) -> None:

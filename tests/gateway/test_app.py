@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.gateway.life import State
+from sglang_ext.gateway.life import Life, State
 from sglang_ext.gateway.place import OnlyGateway, Place
+from sglang_ext.gateway.plan import EngineSpec
 from sglang_ext.gateway.policy_steps import STEP_ROUTE
+from sglang_ext.gateway.supervisor import Engine
 from tests.gateway.upstreams import SECRET, Echo, Front, Scope, dead_url, engine, front, listening
 
 Test = Callable[[Front, Echo, Echo], Coroutine[Any, Any, None]]
@@ -277,5 +279,29 @@ def test_replicas_answer_a_tenant_as_one() -> None:
             assert listed == {"tenant": "a", "total": 2, "sessions": rows[::-1]}
             removed = await gateway.send("DELETE", "/ext/v1/pins")
             assert removed.json() == {"removed": 4}
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_node_that_is_off_keeps_nobody_from_asking_the_others() -> None:
+    async def run() -> None:
+        here = Answers(
+            **{"usage": {"tenants": {"a": {"sessions": 1}}}, "abort_request": {}, "pins": {}}
+        )
+        async with listening(here) as url:
+            spec = EngineSpec("n1", None, 0, 1, url=dead_url())
+            away = Engine(spec, spec.url, Life(State.AWAY))
+            async with front(engine("shared", url), away) as gateway:
+                usage = await gateway.send("GET", "/ext/v1/usage")
+                assert usage.json() == {"tenants": {"a": {"sessions": 1}}}
+                assert (await gateway.send("POST", "/abort_request", json={})).status_code == 200
+                for method, path in (("DELETE", "/ext/v1/pins"), ("POST", "/ext/v1/flush")):
+                    answer = await gateway.send(method, path, json={})
+                    assert answer.status_code == 503
+                    assert "n1 is not running" in answer.text
+                assert here.asked == ["usage", "abort_request"]
+            other = EngineSpec("n2", None, 0, 1, url=dead_url())
+            async with front(away, Engine(other, other.url, Life(State.AWAY))) as gateway:
+                assert (await gateway.send("GET", "/ext/v1/usage")).status_code == 503
 
     asyncio.run(asyncio.wait_for(run(), 30))
