@@ -12,6 +12,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_ext.errors import NodesError, PolicyError
@@ -37,9 +38,8 @@ class Nodes:
 
 def read_nodes(path: Path) -> Nodes:
     """Return what the file says, its secret read. Raises NodesError."""
-    read = Section(dict, {"secret": text, "nodes": MapOf(_url)}, required=("secret", "nodes"))
     try:
-        found = read(read_yaml(policy_text(path.read_bytes())), "")
+        found = _FILE(read_yaml(policy_text(path.read_bytes())), "")
         _check_names(found["nodes"])
     except OSError as error:
         raise NodesError(f"{path}: {error.strerror}") from error
@@ -85,3 +85,8 @@ def _url(value: object, path: str) -> str:
     if found.scheme not in ("http", "https") or not found.hostname or port is None or not bare:
         raise wrong(path, value, _URL)
     return f"{found.scheme}://{found.netloc}"
+
+
+_FILE: Section[dict[str, Any]] = Section(
+    dict, {"secret": text, "nodes": MapOf(_url)}, required=("secret", "nodes")
+)
