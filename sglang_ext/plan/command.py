@@ -59,7 +59,7 @@ def _plan(options: argparse.Namespace) -> int:
         outcome = scenario.outcome()
         lines = sweep(scenario) if options.sweep or options.plot else []
         if options.plot:
-            draw_plot(lines, options.plot)
+            draw_plot(outcome, lines, options.plot)
     except (PlanError, PolicyError, OSError, ValueError) as error:
         return complain(str(error), BAD_INPUT)
     _print(*outcome_tables(scenario, outcome, options.price))

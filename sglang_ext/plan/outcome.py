@@ -16,6 +16,8 @@ from sglang_ext.types import Tier
 
 __all__ = ["Outcome", "play", "quantile"]
 
+_NOTICED = 0.01
+
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Return the smallest of the sorted values that at least ``share`` of them do not exceed."""
@@ -107,9 +109,10 @@ class Outcome:
 
     @property
     def binds(self) -> str:
-        """The constraint that was at work most."""
+        """The constraint that was at work most, if any was for a hundredth of the time."""
         busy = self.busy()
-        return max(busy, key=lambda name: busy[name])
+        most = max(busy, key=lambda name: busy[name])
+        return most if busy[most] >= _NOTICED else "nothing"
 
 
 def play(

@@ -82,8 +82,11 @@ def sweep_table(base: Outcome, changes: Sequence[Change]) -> Table:
     return table
 
 
-def draw_plot(changes: Sequence[Change], path: Path) -> None:
-    """Draw the share recomputed of every change. Raises PlanError without matplotlib."""
+def draw_plot(base: Outcome, changes: Sequence[Change], path: Path) -> None:
+    """Draw the share recomputed of every change, and ``base`` as a line beside them.
+
+    Raises PlanError without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -91,7 +94,12 @@ def draw_plot(changes: Sequence[Change], path: Path) -> None:
     figure = Figure(figsize=(9, 0.3 * len(changes) + 1.5), layout="constrained")
     axes = figure.subplots()
     labels = [f"{change.setting} {change.value}" for change in changes]
-    axes.barh(labels, [100 * change.outcome.recomputed_share for change in changes])
+    shares = [100 * change.outcome.recomputed_share for change in changes]
+    axes.bar_label(axes.barh(labels, shares), fmt="%.1f", padding=3)
+    axes.axvline(100 * base.recomputed_share, color="gray", linestyle="--", label="as it is")
+    axes.legend(loc="lower right")
+    # Room for the numbers, and an axis from 0 on where nothing is recomputed at all.
+    axes.set_xlim(0, 1.15 * max(1.0, 100 * base.recomputed_share, *shares))
     axes.invert_yaxis()
     axes.set_xlabel("recomputed, % of what was known (simulated)")
     figure.savefig(path)
