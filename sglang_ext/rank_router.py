@@ -16,9 +16,9 @@ from sglang_ext.types import Owner
 
 __all__ = ["RankRouter"]
 
-_BLOCK_TOKENS = 64
+_BLOCK_TOKENS = 32
 _NAME_BYTES = 16
-_REQUEST_TOKENS = 512
+_REQUEST_TOKENS = 256
 """What a request that runs counts for: the answer that it may still grow by."""
 _MOST_HOMES = 2**16
 

@@ -12,7 +12,7 @@ from sglang_ext.types import Owner
 
 IDLE = {0: 0, 1: 0}
 A, B = Owner("t:a"), Owner("t:b")
-TOKENS = 64
+TOKENS = 32
 
 
 def text(number: int, blocks: int) -> list[int]:
