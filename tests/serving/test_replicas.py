@@ -109,8 +109,8 @@ def test_a_prompt_follows_its_text_to_where_a_conversation_left_it(replicas: Rep
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_drained_replica_gets_nothing_new_and_comes_back(replicas: Replicas, engine: str) -> None:
     (left,) = set(ENGINES) - {engine}
-    a, admin, text = replicas.client("a"), replicas.client("admin"), story(850)
-    chat = session_at("a", engine, f"drain {engine}".replace(" ", "-"))
+    a, admin = replicas.client("a"), replicas.client("admin")
+    text, chat = story(850 + ENGINES.index(engine)), session_at("a", engine, "drain")
 
     def row() -> dict[str, Any]:
         return replicas.engines()[engine]
