@@ -160,6 +160,8 @@ def test_a_node_that_is_killed_leaves_its_conversations_to_the_other(machines: M
     assert told(a, text, chat) == 0
     wait(lambda: _is_below(machines, gone, chat))
     machines.nodes[gone].kill()
+    # Until then its socket may still take a request, which is never sent twice.
+    machines.nodes[gone].wait_exit()
     assert told(a, text, chat) >= LEAST, "it came from the store"
     wait(lambda: machines.row(gone)["state"] == "away")
     assert chat in machines.sessions(left, "a")
