@@ -7,10 +7,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.tiny_models import tiny_llama, tiny_mla, tiny_moe, tiny_sliding_window, tiny_softcap
+from tests.tiny_models import (
+    tiny_latent_moe,
+    tiny_llama,
+    tiny_mla,
+    tiny_moe,
+    tiny_sliding_window,
+    tiny_softcap,
+)
 
 Maker = Callable[..., Path]
-_MAKERS: list[Maker] = [tiny_llama, tiny_mla, tiny_moe, tiny_sliding_window, tiny_softcap]
+_MAKERS: list[Maker] = [
+    tiny_latent_moe,
+    tiny_llama,
+    tiny_mla,
+    tiny_moe,
+    tiny_sliding_window,
+    tiny_softcap,
+]
 _PROMPT = torch.arange(100, 148).reshape(1, 48)
 
 

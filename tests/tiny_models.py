@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -25,7 +26,14 @@ from transformers import (
 
 from sglang_ext.demo_model import demo_model_path
 
-__all__ = ["tiny_llama", "tiny_mla", "tiny_moe", "tiny_sliding_window", "tiny_softcap"]
+__all__ = [
+    "tiny_latent_moe",
+    "tiny_llama",
+    "tiny_mla",
+    "tiny_moe",
+    "tiny_sliding_window",
+    "tiny_softcap",
+]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _COMMON = {
@@ -122,6 +130,34 @@ def tiny_mla(path: Path, *, layers: int = 2, seed: int = 0, tokenizer: Path | No
         rope_parameters=_PLAIN_YARN,
         # Not known to transformers, but SGLang reads them.
         scoring_func="softmax",
+        moe_layer_freq=1,
+    )
+    return _write(config, path, seed, tokenizer)
+
+
+def tiny_latent_moe(
+    path: Path, *, layers: int = 2, seed: int = 0, tokenizer: Path | None = None
+) -> Path:
+    """DeepSeek-V3: latents, and from the second layer on two of 8 experts and a shared one.
+
+    8 heads, so that latents are less than a third of what as many keys and values would take.
+    """
+    config = DeepseekV3Config(
+        **{**_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8},
+        moe_intermediate_size=128,
+        num_hidden_layers=layers,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=64,
+        num_nextn_predict_layers=0,
+        rope_parameters=_PLAIN_YARN,
+        # Not known to transformers, but SGLang reads them.
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
         moe_layer_freq=1,
     )
     return _write(config, path, seed, tokenizer)
