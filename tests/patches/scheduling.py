@@ -52,7 +52,7 @@ class Desk:
         def note(tenant: TenantId, reason: str) -> None:
             self.observed.append((reason, tenant))
 
-        def nothing(*_: Any) -> None: ...
+        def nothing(*_: Any, **__: Any) -> None: ...
 
         return SimpleNamespace(
             admitted=nothing, computes=nothing, skipped=note, refused=note, preempted=note
