@@ -80,7 +80,7 @@ def main() -> int:
     cells = Cells(options.cells)
     if not options.only_report:
         _series(names, seeds, setting, cells)
-    return _report(names, setting, cells, options)
+    return _report(names, seeds, setting, cells, options)
 
 
 def _series(names: Sequence[str], seeds: Sequence[int], setting: Setting, cells: Cells) -> None:
@@ -157,11 +157,17 @@ def _tell(name: str, seed: int, figures: dict[str, Any]) -> None:
 
 
 def _report(
-    names: Sequence[str], setting: Setting, cells: Cells, options: argparse.Namespace
+    names: Sequence[str],
+    seeds: Sequence[int],
+    setting: Setting,
+    cells: Cells,
+    options: argparse.Namespace,
 ) -> int:
     report = Report("RAG chat, all seeds")
     report.figures["setting"] = asdict(setting)
-    found = {name: cells.of(name, setting.key) for name in names}
+    found = {
+        name: [run for run in cells.of(name, setting.key) if run["seed"] in seeds] for name in names
+    }
     for name, runs in found.items():
         good = [run for run in runs if "error" not in run]
         report.runs += [_without_times(run) for run in runs]
