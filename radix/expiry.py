@@ -22,13 +22,12 @@ class ExpiredFirst:
     """The strategy of one tier.
 
     ``owners`` may have an expired leaf, others have none; it is emptied as they are taken note of.
-    A dictionary, because its order is the same on every rank.
     """
 
     def __init__(
         self,
         inner: OwnerStrategy,
-        owners: dict[Owner, None],
+        owners: set[Owner],
         is_expired: Callable[[Owner], bool],
         may_give: Callable[[Owner], bool],
     ) -> None:
@@ -56,7 +55,7 @@ class ExpiredFirst:
     def _expired_owner(self, oldest: Callable[[Owner], float | None]) -> Owner | None:
         """Return the one that gives; who does not is asked again after the next round."""
         while self._owners:
-            owner, _ = self._owners.popitem()
+            owner = self._owners.pop()
             stamp = oldest(owner)
             if stamp is not None and owner not in self._recency:
                 self._recency.lowered(owner, stamp)

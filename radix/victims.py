@@ -45,7 +45,7 @@ class Victims:
         self.evicted: Counter[Eviction] = Counter()
         self.shares: dict[Tier, Shares] = {}
         self.only: Owner | None = None
-        self.expired: dict[Tier, dict[Owner, None]] = {Tier.HBM: {}, Tier.CPU: {}}
+        self.expired: dict[Tier, set[Owner]] = {Tier.HBM: set(), Tier.CPU: set()}
         self._is_expired: Callable[[Tier, Any], bool] | None = None
         self._reason = Reason.QUOTA
         self._core = core

@@ -82,7 +82,7 @@ class Residency:
             while self._lifetimes[owner].strict and self._free_round(owner, tier):
                 pass
             if self._is_expired(tier, leaves.oldest_of(owner)):
-                victims.expired[tier][owner] = None
+                victims.expired[tier].add(owner)
 
     def _free_round(self, owner: Owner, tier: Tier) -> bool:
         """Free the expired leaves of an owner; True when some went, as their parents may follow."""

@@ -7,24 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.tiny_models import (
-    tiny_latent_moe,
-    tiny_llama,
-    tiny_mla,
-    tiny_moe,
-    tiny_sliding_window,
-    tiny_softcap,
-)
+from tests import tiny_models
 
 Maker = Callable[..., Path]
-_MAKERS: list[Maker] = [
-    tiny_latent_moe,
-    tiny_llama,
-    tiny_mla,
-    tiny_moe,
-    tiny_sliding_window,
-    tiny_softcap,
-]
+_MAKERS: list[Maker] = [getattr(tiny_models, name) for name in tiny_models.__all__]
 _PROMPT = torch.arange(100, 148).reshape(1, 48)
 
 

@@ -57,6 +57,16 @@ _PLAIN_YARN = {
     "beta_slow": 1,
     "original_max_position_embeddings": 8192,
 }
+# What DeepSeek's models have alike: two experts and a shared one where a layer has experts.
+_LATENT = {
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+    "rope_parameters": _PLAIN_YARN,
+    # Not known to transformers, but SGLang reads it.
+    "moe_layer_freq": 1,
+}
 
 
 def tiny_llama(
@@ -118,19 +128,14 @@ def tiny_mla(path: Path, *, layers: int = 2, seed: int = 0, tokenizer: Path | No
     """DeepSeek-V2 with dense layers only; latents of the real size (512 + 64), as kernels want."""
     config = DeepseekV2Config(
         **_SMALL,
-        moe_intermediate_size=128,
+        **_LATENT,
         num_hidden_layers=layers,
         first_k_dense_replace=layers,
         n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
         n_group=1,
-        topk_group=1,
         q_lora_rank=None,
-        rope_parameters=_PLAIN_YARN,
-        # Not known to transformers, but SGLang reads them.
+        # Not known to transformers, but SGLang reads it.
         scoring_func="softmax",
-        moe_layer_freq=1,
     )
     return _write(config, path, seed, tokenizer)
 
@@ -144,21 +149,16 @@ def tiny_latent_moe(
     """
     config = DeepseekV3Config(
         **{**_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8},
-        moe_intermediate_size=128,
+        **_LATENT,
         num_hidden_layers=layers,
         first_k_dense_replace=1,
         n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
         n_group=2,
-        topk_group=1,
         q_lora_rank=64,
         num_nextn_predict_layers=0,
-        rope_parameters=_PLAIN_YARN,
         # Not known to transformers, but SGLang reads them.
         scoring_func="sigmoid",
         topk_method="noaux_tc",
-        moe_layer_freq=1,
     )
     return _write(config, path, seed, tokenizer)
 

@@ -21,7 +21,7 @@ class World:
         self.stamps = stamps
         self.expired: set[Owner] = set()
         self.reserved: set[Owner] = set()
-        self.candidates: dict[Owner, None] = {}
+        self.candidates: set[Owner] = set()
         self.order = ExpiredFirst(
             LeastRecent(),
             self.candidates,
@@ -33,7 +33,7 @@ class World:
 
     def expire(self, *owners: Owner) -> None:
         self.expired.update(owners)
-        self.candidates.update(dict.fromkeys(owners))
+        self.candidates.update(owners)
 
     def touch(self, owner: Owner, stamp: float) -> None:
         self.stamps[owner] = stamp
